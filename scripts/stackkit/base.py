@@ -1,0 +1,230 @@
+"""Where the pinned vLLM tree comes from, and the proof that it is the pinned one.
+
+Sources, in order: ``--base PATH``, the submodule, the cached archive, the
+package index.  Whatever the source, the objects land in a repository of ours and
+the tree id is compared with the pin before anything is built on it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import git
+from .errors import StackError
+from .pins import Pin, Project
+from .report import Progress
+
+# The base commit is made here, from the tree alone, so that it has one id whether
+# the tree came from a clone with history or from an archive without.
+IDENTITY = git.Identity(
+    "vllm-mi300x maintainers", "maintainers@vllm-mi300x.example", "1780012800 +0000"
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a base came from."""
+
+    kind: str  # "option", "submodule", "cache" or "index"
+    path: Path
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.path})"
+
+
+def cached_archive(project: Project, pin: Pin) -> Path | None:
+    """The release's archive in the cache, if it is there (not yet verified)."""
+    folder = _archives(project)
+    version = pin.release.removeprefix("v")
+    path = folder / f"{pin.sdist.name}-{version}.tar.gz"
+    return path if path.is_file() else None
+
+
+def _archives(project: Project) -> Path:
+    return project.cache / "sdist"
+
+
+def submodule_repository(project: Project) -> git.Repository | None:
+    """The submodule's git directory, if it has been initialised."""
+    return _open(project.submodule) if any_entry(project.submodule) else None
+
+
+def any_entry(folder: Path) -> bool:
+    return folder.is_dir() and next(folder.iterdir(), None) is not None
+
+
+def fill(
+    repository: git.Repository,
+    project: Project,
+    pin: Pin,
+    option: Path | None,
+    progress: Progress,
+) -> Source:
+    """Bring the pinned tree's objects into ``repository`` and verify them.
+
+    Raises:
+        StackError: if no source has it, or the source is not the pinned one; both
+            identities are shown.
+    """
+    source = _choose(project, pin, option, progress)
+    if source.kind in ("cache", "index"):
+        actual = hash_file(source.path)
+        if actual != pin.sdist.sha256:
+            raise wrong_archive(
+                source.path, pin.sdist.sha256, actual, f"the cache ({source.path})"
+            )
+    if source.path.is_dir():
+        tree = _from_repository(repository, pin, source.path)
+    elif _is_bundle(source.path):
+        tree = _from_bundle(repository, pin, source.path)
+    else:
+        tree = _from_archive(repository, pin, source.path)
+    if tree != pin.tree:
+        raise StackError(
+            f"the base from {source} is not vLLM {pin.tag} as pinned",
+            mend="give another source with --base PATH; if the pin was edited, "
+            "git checkout stack.toml",
+            details=(f"pinned tree {pin.tree}", f"actual tree {tree}"),
+        )
+    return source
+
+
+def message(pin: Pin) -> bytes:
+    """The message of the base commit; with the tree, all that its id depends on."""
+    return f"vLLM {pin.tag}\n\nTree of {pin.url} commit {pin.commit}.\n".encode()
+
+
+def commit(repository: git.Repository, pin: Pin) -> str:
+    """Write the base commit."""
+    return repository.write_commit(pin.tree, [], message(pin), IDENTITY, IDENTITY)
+
+
+def _choose(
+    project: Project, pin: Pin, option: Path | None, progress: Progress
+) -> Source:
+    if option is not None:
+        if not option.exists():
+            raise StackError(f"--base {option}: no such file or directory")
+        return Source("option", option.absolute())
+    submodule = submodule_repository(project)
+    if submodule is not None and submodule.has(pin.commit):
+        return Source("submodule", project.submodule)
+    cached = cached_archive(project, pin)
+    if cached is not None:
+        return Source("cache", cached)
+    # Imported here: the network libraries would cost every command their start.
+    from . import index
+
+    archive = index.download_sdist(
+        pin.sdist.name,
+        pin.release.removeprefix("v"),
+        pin.sdist.sha256,
+        _archives(project),
+        progress,
+    )
+    return Source("index", archive)
+
+
+def _open(path: Path) -> git.Repository | None:
+    """The repository at ``path``: bare, with .git, or with a .git file."""
+    link = path / ".git"
+    if link.is_file():  # a submodule or a linked work tree
+        target = link.read_text().removeprefix("gitdir:").strip()
+        return git.Repository((path / target).resolve())
+    if link.is_dir():
+        return git.Repository(link)
+    if (path / "objects").is_dir():
+        return git.Repository(path)
+    return None
+
+
+def _from_repository(repository: git.Repository, pin: Pin, path: Path) -> str:
+    source = _open(path)
+    if source is None:
+        raise StackError(f"--base {path}: is not a git repository")
+    tree = source.resolve(pin.commit + "^{tree}")
+    if tree is None:
+        tag = source.resolve(f"refs/tags/{pin.tag}^{{commit}}")
+        raise StackError(
+            f"{path} does not have commit {pin.commit}",
+            mend=f"git -C {path} fetch {pin.url} {pin.commit}",
+            details=(f"its tag {pin.tag} is commit {tag}",) if tag else (),
+        )
+    if tree == pin.tree:
+        repository.copy_tree_from(source, tree)
+    return tree
+
+
+def _is_bundle(path: Path) -> bool:
+    with open(path, "rb") as stream:
+        return stream.readline(20).rstrip() in (b"# v2 git bundle", b"# v3 git bundle")
+
+
+def _from_bundle(repository: git.Repository, pin: Pin, path: Path) -> str:
+    with tempfile.TemporaryDirectory(prefix="stack-bundle-") as folder:
+        clone = git.Repository.create(Path(folder) / "bundle.git")
+        clone.run("bundle", "unbundle", os.fspath(path))
+        return _from_repository(repository, pin, clone.git_dir)
+
+
+def _from_archive(repository: git.Repository, pin: Pin, path: Path) -> str:
+    """Write an archive's files as a tree, through ``git fast-import``.
+
+    Nothing is unpacked on disk, so no path in the archive can escape and no
+    file mode, line ending or attribute of this machine can change a blob.
+    """
+    try:
+        return repository.import_tree(_members(path, pin))
+    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise StackError(
+            f"{path}: the archive is truncated or damaged: {error}",
+            mend=f"delete it and run again: rm {path}",
+        ) from error
+
+
+def _members(path: Path, pin: Pin) -> Iterator[tuple[bytes, str, bytes]]:
+    """The files of an archive below its top folder: mode, path, content."""
+    generated = pin.sdist.generated
+    folders = tuple(name for name in generated if name.endswith("/"))
+    with tarfile.open(path, "r:*") as archive:
+        for member in archive:
+            _, _, name = member.name.partition("/")
+            if name in generated or name.startswith(folders) or member.isdir():
+                continue
+            if not name or "\n" in name or name.startswith('"'):
+                raise tarfile.TarError(f"unexpected member {member.name!r}")
+            if member.issym():
+                yield b"120000", name, os.fsencode(member.linkname)
+            elif member.isfile():
+                stream = archive.extractfile(member)
+                assert stream is not None
+                mode = b"100755" if member.mode & 0o100 else b"100644"
+                yield mode, name, stream.read()
+            else:
+                raise tarfile.TarError(f"unexpected member {member.name!r}")
+
+
+def wrong_archive(path: Path, pinned: str, actual: str, source: str) -> StackError:
+    """The refusal of an archive that is not the pinned one."""
+    return StackError(
+        f"{path.name} from {source} is not the pinned archive",
+        mend="if stack.toml was not changed, the archive was altered or cut short: "
+        "delete it and run again, or give another source with --base PATH",
+        details=(f"pinned sha256 {pinned}", f"actual sha256 {actual}"),
+    )
+
+
+def hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,533 @@
+"""The command line: options, output and exit codes; the only layer that prints."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from . import clean as clean_module
+from . import doctor as doctor_module
+from . import export as export_module
+from . import git, pins, worktree
+from . import lint as lint_module
+from . import prove as prove_module
+from . import status as status_module
+from . import suite as suite_module
+from . import verify as verify_module
+from .apply import apply as apply_stack
+from .errors import FOUND_PROBLEMS, StackError
+
+SCHEMA = 1
+_MARKS = {True: "[green]ok[/]", False: "[red]FAILED[/]"}
+
+
+class Session:
+    """One run of one command: where it works and how it speaks."""
+
+    def __init__(
+        self, command: str, directory: Path, release: str | None, as_json: bool
+    ):
+        self.command = command
+        self.directory = directory
+        self.release = release
+        self.as_json = as_json
+        self.out = Console(highlight=False, soft_wrap=True)
+        self.err = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeElapsedColumn(),
+            console=self.err,
+            transient=True,
+            disable=not self.err.is_terminal,
+        )
+        self.task = self.bar.add_task(command, total=None)
+        self.started = time.monotonic()
+
+    @functools.cached_property
+    def project(self) -> pins.Project:
+        return pins.find_project(self.directory)
+
+    @property
+    def pin(self) -> pins.Pin:
+        return self.project.pin(self.release)
+
+    def step(self, what: str) -> None:
+        """Say what is being done now, where a person is watching."""
+        self.bar.update(self.task, description=escape(what))
+        if self.err.is_terminal and time.monotonic() - self.started > 2:
+            self.bar.console.print(f"[dim]{escape(what)}[/]")
+
+    def download(self, done: int, total: int) -> None:
+        self.bar.update(self.task, completed=done, total=total or None)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        def waiting() -> None:
+            self.err.print("waiting for another scripts/stack to finish")
+
+        with worktree.lock(self.project, waiting):
+            yield
+
+    def answer(self, value: dict[str, Any], *, ok: bool = True) -> None:
+        """Print the machine-readable answer, if it was asked for, and end.
+
+        The schema number changes when a key is removed or changes its meaning.
+        """
+        if self.as_json:
+            head = {"schema": SCHEMA, "command": self.command, "ok": ok}
+            print(json.dumps({**head, **value}, indent=2, default=str))
+        if not ok:
+            sys.exit(FOUND_PROBLEMS)
+
+    def say(self, text: str) -> None:
+        if not self.as_json:
+            self.out.print(text)
+
+    def fail(self, error: StackError) -> None:
+        if self.as_json:
+            told = {
+                "message": error.message,
+                "mend": error.mend,
+                "details": list(error.details),
+                "exit": error.code,
+            }
+            head = {"schema": SCHEMA, "command": self.command, "ok": False}
+            print(json.dumps({**head, "error": told}, indent=2))
+        else:
+            self.err.print(f"[red]error:[/] {escape(error.message)}")
+            for line in error.details:
+                self.err.print(f"  {escape(line)}")
+            if error.mend:
+                self.err.print(f"[yellow]mend:[/] {escape(error.mend)}")
+        sys.exit(error.code)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """The vllm-mi300x patch stack: apply, prove and export patches on a pinned vLLM.
+
+    Exit codes: 0 done, 1 found problems, 2 usage, 3 conflict, 4 refused to protect
+    work.
+    """
+
+
+def verb(function: Callable[..., None]) -> click.Command:
+    """A command with the options that every command has."""
+    name = function.__name__.rstrip("_")
+
+    @main.command(name=name, help=function.__doc__)
+    @click.option("-C", "directory", type=Path, default=".", metavar="DIR",
+                  help="Work as if started in DIR.")  # fmt: skip
+    @click.option("--release", metavar="RELEASE",
+                  help="A release of stack.toml; its default if not given.")  # fmt: skip
+    @click.option("--json", "as_json", is_flag=True,
+                  help="Print one JSON object on standard output.")  # fmt: skip
+    @functools.wraps(function)
+    def command(
+        directory: Path, release: str | None, as_json: bool, **options: Any
+    ) -> None:
+        session = Session(name, directory, release, as_json)
+        try:
+            found = git.version()
+            if found < git.MINIMUM_VERSION:
+                raise StackError(
+                    f"git {'.'.join(map(str, found))} is too old",
+                    mend="install git 2.34 or newer",
+                )
+            with session.bar:
+                function(session, **options)
+        except StackError as error:
+            session.fail(error)
+        except OSError as error:
+            session.fail(_os_error(error))
+
+    return command
+
+
+def _os_error(error: OSError) -> StackError:
+    path = error.filename if error.filename is not None else "?"
+    why = (error.strerror or str(error)).lower()
+    return StackError(
+        f"{os.fsdecode(path)}: {why}",
+        mend="the checkout and the cache must be writable and have room; clone the "
+        "project to such a place, or set XDG_CACHE_HOME for the cache",
+    )
+
+
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Say what would be done, and change nothing."
+)
+discard_option = click.option(
+    "--discard", is_flag=True, help="Give up unexported work."
+)
+jobs_option = click.option(
+    "--jobs", type=click.IntRange(1), default=suite_module.default_jobs,
+    show_default="one for each core", help="How many at once.",
+)  # fmt: skip
+
+
+@verb
+def doctor(session: Session) -> None:
+    """Say what this machine and checkout lack, and what mends it."""
+    findings = doctor_module.doctor(session.project, session.pin)
+    colors = {"ok": "green", "warning": "yellow", "problem": "red"}
+    table = Table("", "", "", box=None, show_header=False)
+    for item in findings:
+        state = f"[{colors.get(item.state, 'dim')}]{item.state}[/]"
+        detail = escape(item.detail) + (
+            f"\n[yellow]mend:[/] {escape(item.mend)}" if item.mend else ""
+        )
+        table.add_row(escape(item.what), state, detail)
+    if not session.as_json:
+        session.out.print(table)
+    ok = all(item.state != doctor_module.PROBLEM for item in findings)
+    session.answer({"findings": [asdict(item) for item in findings]}, ok=ok)
+
+
+@verb
+@click.option("--base", type=Path, metavar="PATH",
+              help="Take vLLM from a clone, a bundle or an archive.")  # fmt: skip
+@discard_option
+@dry_run_option
+def apply(session: Session, base: Path | None, discard: bool, dry_run: bool) -> None:
+    """Put every patch on the pinned vLLM, in build/<release>."""
+    with session.lock():
+        result = apply_stack(
+            session.project,
+            session.pin,
+            option=base,
+            discard=discard,
+            dry_run=dry_run,
+            progress=session.download,
+            step=session.step,
+        )
+    if result.source:
+        session.say(f"base {session.pin.tag} from {escape(result.source)}, verified")
+    if result.backup:
+        session.say(f"what was discarded is kept in {result.backup}")
+    words = "is up to date" if not result.changed else "has been made"
+    if dry_run and result.changed:
+        words = "would be made"
+    count = len(result.commits)
+    session.say(
+        f"{result.path} {words}: {count} patches, tree {result.tree_id[:12]}"
+    )
+    session.answer(
+        {
+            "path": result.path,
+            "changed": result.changed,
+            "dry_run": dry_run,
+            "base": session.pin.commit,
+            "source": result.source,
+            "backup": result.backup,
+            "tree": result.tree_id,
+            "patches": [
+                {"name": a.patch.name, "commit": a.commit, "tree": a.tree}
+                for a in result.commits
+            ],
+        }
+    )
+
+
+@verb
+def status(session: Session) -> None:
+    """Show pin, patches and the applied tree."""
+    found = status_module.status(session.project, session.pin)
+    state = found.state
+    work = list(state.work) if state else []
+    pin = session.pin
+    session.say(f"vLLM {pin.tag}, commit {pin.commit[:12]}; base: {found.base}")
+    tools = pin.toolchain
+    session.say(
+        f"built with ROCm {tools.rocm}, torch {tools.torch}, triton {tools.triton}, "
+        f"AITER {tools.aiter}, image {tools.base_image}"
+    )
+    table = Table("patch", "concern", "upstream", "size", "applied", box=None)
+    rows = []
+    for patch in found.patches:
+        added, removed = patch.size
+        row = {
+            "name": patch.name,
+            "concern": patch.trailer("Concern"),
+            "upstream": patch.trailer("Upstream-Status"),
+            "added": added,
+            "removed": removed,
+            "applied": found.applied.get(patch.name, False),
+        }
+        rows.append(row)
+        table.add_row(
+            *map(escape, (patch.name, row["concern"], row["upstream"])),
+            f"+{added} -{removed}",
+            "yes" if row["applied"] else "no",
+        )
+    if not session.as_json:
+        session.out.print(table)
+    if found.tree_id:
+        session.say(f"build/{pin.release}: tree {found.tree_id[:12]}")
+    else:
+        session.say(f"build/{pin.release}: not applied; scripts/stack apply makes it")
+    for label, lines in (
+        ("unexported work", work),
+        ("patch files differ from the tree",
+         [f"{change.name}: {change.what}" for change in found.drift]),
+        ("problem", [found.problem] if found.problem else []),
+    ):  # fmt: skip
+        if lines:
+            session.say(f"[yellow]{label}:[/]")
+            for line in lines:
+                session.say(f"  {escape(line)}")
+    session.answer(
+        {
+            "pin": {
+                key: value for key, value in asdict(pin).items() if key != "sdist"
+            },
+            "base": found.base,
+            "patches": rows,
+            "tree": found.tree_id,
+            "work": work,
+            "drift": [asdict(change) for change in found.drift],
+            "problem": found.problem,
+        },
+        ok=not found.problem,
+    )
+
+
+@verb
+def lint(session: Session) -> None:
+    """Check patches, series and pin against the project's rules."""
+    findings = lint_module.lint(session.project, session.pin)
+    for item in findings:
+        where = _relative(session, item.where)
+        session.say(f"{escape(where)}: [red]{item.rule}[/]: {escape(item.what)}")
+        if item.mend:
+            session.say(f"  [yellow]mend:[/] {escape(item.mend)}")
+    if not findings:
+        session.say(f"{len(lint_module.RULES)} rules, nothing found")
+    rules = {name: demand for name, (demand, _) in lint_module.RULES.items()}
+    session.answer(
+        {"rules": rules, "findings": [asdict(item) for item in findings]},
+        ok=not findings,
+    )
+
+
+def _relative(session: Session, where: str) -> str:
+    return where.removeprefix(f"{session.project.root}{os.sep}")
+
+
+@verb
+def verify(session: Session) -> None:
+    """Prove from scratch that base, patches and tree are what they say."""
+    with session.lock():
+        checks = verify_module.verify(
+            session.project, session.pin, progress=session.download, step=session.step
+        )
+    for item in checks:
+        session.say(f"{_MARKS[item.ok]} {escape(item.name)}: {escape(item.detail)}")
+    session.answer(
+        {"checks": [asdict(item) for item in checks]},
+        ok=all(item.ok for item in checks),
+    )
+
+
+@verb
+@click.argument("patches", nargs=-1, metavar="[PATCH]...")
+@jobs_option
+def prove(session: Session, patches: tuple[str, ...], jobs: int) -> None:
+    """Show that each patch's tests fail without it and pass with it."""
+    from . import testenv
+
+    testenv.ensure(session.project, session.step)
+    proofs = prove_module.prove(
+        session.project,
+        session.pin,
+        patches,
+        jobs=jobs,
+        progress=session.download,
+        step=session.step,
+    )
+    table = Table("patch", "test", "without", "with", "", box=None)
+    for proof in proofs:
+        if proof.reason:
+            table.add_row(proof.patch, f"none: {escape(proof.reason)}", "", "", "")
+        for test in proof.tests:
+            row = map(escape, (proof.patch, test.node, test.red, test.green))
+            table.add_row(*row, _MARKS[test.ok])
+    if not session.as_json:
+        session.out.print(table)
+    session.answer(
+        {"proofs": [{**asdict(proof), "ok": proof.ok} for proof in proofs]},
+        ok=all(proof.ok for proof in proofs),
+    )
+
+
+@verb
+@click.argument("parts", nargs=-1, type=click.Choice(suite_module.PARTS))
+@jobs_option
+def test(session: Session, parts: tuple[str, ...], jobs: int) -> None:
+    """Run everything that can be shown on this machine, or the named parts.
+
+    \b
+    lint    the rules of patches, series and pin
+    apply   base and patches
+    verify  the proofs from scratch
+    tool    tests of this tool, of the harness and across patches
+    prove   red and green of each patch
+    tree    the patches' tests on the whole stack
+    """
+    if session.as_json:  # pytest's own output must not mix with the answer
+        os.dup2(2, 1)
+    done = suite_module.run(
+        session.project,
+        session.pin,
+        parts,
+        jobs=jobs,
+        progress=session.download,
+        step=session.step,
+    )
+    for part in done:
+        detail = escape(part.detail)
+        session.say(f"{_MARKS[part.ok]} {part.name} ({part.seconds:.0f} s): {detail}")
+    session.answer(
+        {"parts": [asdict(part) for part in done]}, ok=all(part.ok for part in done)
+    )
+
+
+@verb
+@dry_run_option
+def export(session: Session, dry_run: bool) -> None:
+    """Write the commits of build/<release> as patch files."""
+    with session.lock():
+        result = export_module.export(
+            session.project, session.pin, dry_run=dry_run, step=session.step
+        )
+    _say_changes(session, result.changes)
+    for path in result.dirty:
+        session.err.print(f"[yellow]uncommitted, in no patch:[/] {escape(path)}")
+    session.answer(
+        {
+            "dry_run": dry_run,
+            "changes": [asdict(change) for change in result.changes],
+            "uncommitted": list(result.dirty),
+        }
+    )
+
+
+def _say_changes(session: Session, changes: list[export_module.Change]) -> None:
+    for change in changes:
+        if change.what != "unchanged":
+            session.say(f"{change.what}: {escape(change.name)}")
+    same = sum(change.what == "unchanged" for change in changes)
+    session.say(f"{same} patches unchanged")
+
+
+@verb
+@click.argument("name")
+@click.option("--subject", default="[Bugfix][ROCm] Say what it does",
+              show_default=True, help="Subject of a commit made of uncommitted "
+              "changes.")  # fmt: skip
+@dry_run_option
+def new(session: Session, name: str, subject: str, dry_run: bool) -> None:
+    """Make uncommitted changes, or the newest commit, the patch NAME."""
+    with session.lock():
+        commit = export_module.new(
+            session.project, session.pin, name, subject, dry_run=dry_run
+        )
+    tree = session.project.tree(session.pin)
+    session.say(escape(commit.message.decode("utf-8", "replace")))
+    session.say(
+        f"fill in message and trailers: git -C {tree} commit --amend\n"
+        "then write the patch file: scripts/stack export"
+    )
+    session.answer({"name": name, "commit": commit.id, "dry_run": dry_run})
+
+
+@verb
+@click.argument("patch")
+@dry_run_option
+def drop(session: Session, patch: str, dry_run: bool) -> None:
+    """Take PATCH out of the series, merging the later ones over the gap."""
+    with session.lock():
+        changes = export_module.drop(
+            session.project, session.pin, patch, dry_run=dry_run, step=session.step
+        )
+    _say_changes(session, changes)
+    session.answer(
+        {"dry_run": dry_run, "changes": [asdict(change) for change in changes]}
+    )
+
+
+@verb
+@click.argument("patch")
+def show(session: Session, patch: str) -> None:
+    """Show one patch: why, trailers, files, commit."""
+    found = status_module.describe(session.project, session.pin, patch)
+    session.say(f"[bold]{escape(found['subject'])}[/]\n")
+    session.say(escape(found["body"]) + "\n")
+    for key, value in found["trailers"]:
+        session.say(f"[cyan]{key}:[/] {escape(value)}")
+    session.say(f"\n{found['file']}: +{found['added']} -{found['removed']}")
+    for path in found["files"]:
+        session.say(f"  {escape(path)}")
+    session.say(f"commit {found['commit'] or '(not applied)'}")
+    session.answer({"patch": found})
+
+
+@verb
+def version(session: Session) -> None:
+    """Print the PEP 440 version of a build of this stack."""
+    with session.lock():
+        result = apply_stack(
+            session.project,
+            session.pin,
+            option=None,
+            discard=False,
+            dry_run=True,
+            progress=session.download,
+            step=session.step,
+        )
+    text = status_module.version(
+        session.project, session.pin, result.tree_id, len(result.commits)
+    )
+    session.say(text)
+    session.answer({"version": text, "tree": result.tree_id})
+
+
+@verb
+@click.option("--cache", is_flag=True,
+              help="Also remove downloaded archives and cached results.")  # fmt: skip
+@discard_option
+@dry_run_option
+def clean(session: Session, cache: bool, discard: bool, dry_run: bool) -> None:
+    """Remove build/, unless it holds work that no patch file has."""
+    if dry_run:
+        removed = clean_module.targets(session.project, cache=cache)
+    else:
+        with session.lock():
+            removed = clean_module.clean(session.project, cache=cache, discard=discard)
+    for path in removed:
+        session.say(f"{'would remove' if dry_run else 'removed'} {escape(str(path))}")
+    session.answer({"removed": [str(path) for path in removed], "dry_run": dry_run})
+
+
