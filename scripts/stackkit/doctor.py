@@ -128,7 +128,7 @@ def _tree(project: Project, pin: Pin) -> Iterator[Finding]:
 
 
 def _tests() -> Iterator[Finding]:
-    stamp = Path(sys.prefix) / "test-requirements.stamp"
+    stamp = Path(sys.prefix) / testenv.STAMP
     if stamp.is_file():
         yield Finding("test packages", OK, "installed")
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 from dataclasses import dataclass
 
 from . import apply, git, patchfile, trailers
@@ -154,20 +155,25 @@ def _name_of(commit: git.Commit, names: dict[str, str]) -> str:
 
 
 def _series(tree: Tree, patches: list[Patch]) -> bytes:
-    """The series in the order of ``patches``, comments kept above their entry."""
+    """The series in the order of ``patches``.
+
+    Comments at the top stay there, others stay above their entry.
+    """
     path = tree.project.patches(tree.pin) / SERIES
     lines = path.read_text("utf-8").splitlines() if path.is_file() else []
-    comments: dict[str, list[str]] = {}
-    above: list[str] = []
+    comments: dict[str, list[str]] = {"": []}
+    above = comments[""]
     for line in lines:
         if line.strip() and not line.lstrip().startswith("#"):
-            comments[line.strip()], above = above, []
+            comments.setdefault(line.strip(), above if above is not comments[""] else [])
+            above = []
         else:
             above.append(line)
-    out = []
+    out = list(comments[""])
     for patch in patches:
         out += [*comments.get(patch.path.name, []), patch.path.name]
-    return "".join(line + "\n" for line in [*out, *above]).encode()
+    below = above if above is not comments[""] else []
+    return "".join(line + "\n" for line in [*out, *below]).encode()
 
 
 def export(project: Project, pin: Pin, *, dry_run: bool, step: Step) -> Result:
@@ -248,27 +254,15 @@ def new(
     repository = tree.repository
     if name in _known_names(tree).values():
         raise StackError(f"there is a patch {name} already", code=USAGE)
-    change = "I" + secrets.token_hex(20)
     if state.dirty:
+        change = _new_change_id()
         message = f"{subject}\n\n{_template(name, change)}".encode()
-        commit = repository.snapshot(state.head, message, _now(repository))
-        content = repository.commit(commit).tree
+        now = git.Identity(IDENTITY.name, IDENTITY.email, f"{int(time.time())} +0000")
+        commit = repository.snapshot(state.head, message, now)
     else:
-        last = repository.commit(state.head)
-        text = last.message.decode("utf-8", "replace")
-        if state.head == repository.resolve(BASE) or "\nChange-Id: " in text:
-            raise StackError(
-                f"{tree.path} has no uncommitted change and its newest commit is a "
-                "patch already",
-                mend="edit files there first",
-            )
-        body = text.rstrip("\n")
-        message = f"{body}\n\n{_template(name, change)}".encode()
-        content = last.tree
-        who = git.Identity(IDENTITY.name, IDENTITY.email, last.author.date)
-        commit = repository.write_commit(content, last.parents, message, who, who)
+        commit, change = _adopt(tree, state.head, name)
     if not dry_run:
-        repository.run("read-tree", content)
+        repository.run("read-tree", commit)
         repository.start("update-index", "-q", "--refresh")
         repository.update_refs(
             {BRANCH: commit, NAMES + name: repository.write_blob(change.encode())}
@@ -276,16 +270,31 @@ def new(
     return repository.commit(commit)
 
 
-def _now(repository: git.Repository) -> git.Identity:
-    """The project's identity, now."""
-    stamp = repository.text("var", "GIT_COMMITTER_IDENT", env=IDENTITY_NOW)
-    return git.Identity(IDENTITY.name, IDENTITY.email, stamp.rsplit("> ", 1)[1])
+def _adopt(tree: Tree, head: str, name: str) -> tuple[str, str]:
+    """The newest commit with a Change-Id, its own if it has one, and that id."""
+    repository = tree.repository
+    last = repository.commit(head)
+    text = last.message.decode("utf-8", "replace")
+    own = trailers.values(trailers.split(text)[1], "Change-Id")
+    if head == repository.resolve(BASE) or (own and own[0] in _known_names(tree)):
+        raise StackError(
+            f"{tree.path} has no uncommitted change, and its newest commit is a patch "
+            "already",
+            mend="edit files there first",
+        )
+    if own:
+        return head, own[0]
+    change = _new_change_id()
+    message = text.rstrip("\n") + "\n\n" + _template(name, change)
+    who = git.Identity(IDENTITY.name, IDENTITY.email, last.author.date)
+    return (
+        repository.write_commit(last.tree, last.parents, message.encode(), who, who),
+        change,
+    )
 
 
-IDENTITY_NOW = {
-    "GIT_COMMITTER_NAME": IDENTITY.name,
-    "GIT_COMMITTER_EMAIL": IDENTITY.email,
-}
+def _new_change_id() -> str:
+    return "I" + secrets.token_hex(20)
 
 
 def _template(name: str, change: str) -> str:

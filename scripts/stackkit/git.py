@@ -452,25 +452,35 @@ class Repository:
             f"{commit}^..{commit}",
         )
 
-    def mailinfo(self, mail: bytes) -> tuple[Identity, bytes]:
-        """Author and message of a patch in mail form, nothing stripped from either."""
-        with tempfile.TemporaryDirectory(prefix="stack-mail-") as folder:
-            body = Path(folder) / "body"
-            fields = self.run(
-                *("mailinfo", "-k", "--no-scissors", "--encoding=UTF-8"),
-                *(os.fspath(body), os.fspath(Path(folder) / "diff")),
-                stdin=mail,
-            ).decode("utf-8")
-            text = body.read_bytes()
-        found = dict(
-            line.split(": ", 1) for line in fields.splitlines() if ": " in line
+
+def mailinfo(mail: bytes) -> tuple[Identity, bytes]:
+    """Author and message of a patch in mail form, nothing stripped from either.
+
+    Raises:
+        GitError: if git cannot read it, or a header is missing.
+    """
+    with tempfile.TemporaryDirectory(prefix="stack-mail-") as name:
+        folder = Path(name)
+        done = process.run(
+            [
+                *("git", *_OPTIONS, "mailinfo", "-k", "--no-scissors"),
+                *("--encoding=UTF-8", folder / "body", folder / "diff"),
+            ],
+            cwd=folder,
+            # No repository around the temporary folder has a say.
+            env={**_ENVIRONMENT, "GIT_CEILING_DIRECTORIES": os.fspath(folder.parent)},
+            stdin=mail,
         )
-        missing = [key for key in ("Author", "Email", "Date") if not found.get(key)]
-        if missing:
-            raise GitError(f"the mail header lacks {', '.join(missing)}")
-        subject = found.get("Subject", "").encode()
-        author = Identity(found["Author"], found["Email"], found["Date"])
-        return author, subject + b"\n\n" + text.strip(b"\n") + b"\n"
+        _check(done, ("mailinfo",))
+        text = (folder / "body").read_bytes()
+    fields = done.stdout.decode("utf-8", "replace").splitlines()
+    found = dict(line.split(": ", 1) for line in fields if ": " in line)
+    missing = [key for key in ("Author", "Email", "Date") if not found.get(key)]
+    if missing:
+        raise GitError(f"the mail header lacks {', '.join(missing)}")
+    subject = found.get("Subject", "").encode()
+    author = Identity(found["Author"], found["Email"], found["Date"])
+    return author, subject + b"\n\n" + text.strip(b"\n") + b"\n"
 
 
 def blob_id(content: bytes) -> str:

@@ -101,7 +101,7 @@ def download_sdist(
     try:
         source = finder()
         matches = source.find_matches(f"{name}=={version}")
-        links = [package.link for package in matches if package.link.is_sdist]
+        links = [package.link for package in matches if not package.link.is_wheel]
     except (httpx2.HTTPError, OSError) as error:
         raise StackError(
             f"the package index cannot be reached: {error}",

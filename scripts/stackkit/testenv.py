@@ -20,12 +20,24 @@ from .report import Step
 
 PYTEST_OPTIONS = ("-p", "harness.plugin", "--noconftest", "-p", "no:cacheprovider")
 TORCH_INDEX = "TORCH_INDEX_URL"
+STAMP = "test-requirements.stamp"
 
 
-def _requirements(project: Project) -> tuple[Path, Path]:
-    """What is installed with its dependencies, and what without."""
+def _phases(project: Project) -> tuple[tuple[list[str], list[Path]], ...]:
+    """What pip installs, in order: its options, and requirement files."""
     folder = project.root / "tests"
-    return folder / "requirements.txt", folder / "requirements-no-deps.txt"
+    extra = os.environ.get(TORCH_INDEX)
+    return (
+        (
+            [f"--extra-index-url={extra}"] if extra else [],
+            [folder / "requirements.txt", folder / "requirements-torch.txt"],
+        ),
+        (["--no-deps"], [folder / "requirements-triton.txt"]),
+    )
+
+
+def _requirements(project: Project) -> list[Path]:
+    return [path for _, files in _phases(project) for path in files]
 
 
 def digest(project: Project) -> str:
@@ -59,14 +71,14 @@ def ensure(project: Project, step: Step) -> None:
     """
     from .index import pip
 
-    wanted, bare = _requirements(project)
-    stamp = Path(sys.prefix) / "test-requirements.stamp"
-    content = f"{hash_file(wanted)} {hash_file(bare)}\n"
+    stamp = Path(sys.prefix) / STAMP
+    content = "".join(f"{hash_file(path)}\n" for path in _requirements(project))
     if stamp.is_file() and stamp.read_text() == content:
         return
-    extra = os.environ.get(TORCH_INDEX)
-    options = [f"--extra-index-url={extra}"] if extra else []
-    phases = [[*options, "-r", str(wanted)], ["--no-deps", "-r", str(bare)]]
+    phases = [
+        [*options, *(part for path in files for part in ("-r", str(path)))]
+        for options, files in _phases(project)
+    ]
     step("asking the package index for sizes")
     count, size = _size(phases)
     room = shutil.disk_usage(sys.prefix).free
