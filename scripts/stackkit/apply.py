@@ -11,7 +11,7 @@ from .errors import StackError
 from .patchfile import Patch
 from .pins import Pin, Project
 from .report import Progress, Step
-from .worktree import BASE, Tree, source_id
+from .worktree import BASE, BRANCH, State, Tree, source_id
 
 
 @dataclass(frozen=True)
@@ -153,20 +153,47 @@ def apply(
     patches = patchfile.load(project.patches(pin))
     tree = Tree(project, pin)
     step(f"base {pin.tag}")
+    if dry_run:
+        state = tree.state()
+        with tree.rehearsal(option, progress) as source:
+            step(f"{len(patches)} patches")
+            planned = _plan(tree, state, patches)
+        if state.head and not planned.current and not state.interrupted:
+            tree.protect(state, discard, back_up=False)
+        return planned.result(tree, source, None)
     source = tree.ensure_base(option, progress)
-    if not dry_run and tree.recover(discard=discard):
+    if tree.recover(discard=discard):
         step("finished an interrupted run")
     state = tree.state()
-    series = series_bytes(tree)
     step(f"{len(patches)} patches")
+    planned = _plan(tree, state, patches)
+    backup = None
+    if not planned.current:
+        backup = tree.protect(state, discard) if state.head else None
+        tree.switch(tree.record(planned.tip, patches, series_bytes(tree)), backup)
+    return planned.result(tree, source, backup)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    commits: list[Applied]
+    base: str
+    tip: str
+    current: bool  # the tree is there already, and nothing else is in it
+
+    def result(self, tree: Tree, source: str | None, backup: str | None) -> Result:
+        changed = not self.current
+        return Result(tree.path, self.commits, self.base, source, changed, backup)
+
+
+def _plan(tree: Tree, state: State, patches: list[Patch]) -> _Plan:
     commits = known_commits(tree, patches)
     tip = commits[-1].commit if commits else tree.repository.resolve(BASE)
     assert tip is not None
-    base_tree = tree.repository.commit(BASE).tree
-    current = state.head == tip and state.source == source_id(patches, series)
-    if current and state.branch and not discard:
-        return Result(tree.path, commits, base_tree, source, False, None)
-    backup = tree.protect(state, discard) if state.head and not dry_run else None
-    if not dry_run:
-        tree.switch(tree.record(tip, patches, series), backup)
-    return Result(tree.path, commits, base_tree, source, True, backup)
+    current = (
+        state.head == tip
+        and state.source == source_id(patches, series_bytes(tree))
+        and state.branch == BRANCH
+        and not (state.work or state.operation or state.interrupted)
+    )
+    return _Plan(commits, tree.repository.commit(BASE).tree, tip, current)

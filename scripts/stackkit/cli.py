@@ -51,7 +51,9 @@ class Session:
         self.directory = directory
         self.release = release
         self.as_json = as_json
-        self.out = Console(highlight=False, soft_wrap=True)
+        # A pipe has no width; a table must not be cut for it.
+        width = None if sys.stdout.isatty() else 200
+        self.out = Console(highlight=False, soft_wrap=True, width=width)
         self.err = Console(stderr=True, highlight=False, soft_wrap=True)
         self.bar = Progress(
             TextColumn("{task.description}"),
@@ -83,11 +85,11 @@ class Session:
         self.bar.update(self.task, completed=done, total=total or None)
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self, *, reading: bool = False) -> Iterator[None]:
         def waiting() -> None:
             self.err.print("waiting for another scripts/stack to finish")
 
-        with worktree.lock(self.project, waiting):
+        with worktree.lock(self.project, waiting, reading=reading):
             yield
 
     def answer(self, value: dict[str, Any], *, ok: bool = True) -> None:
@@ -213,7 +215,7 @@ def doctor(session: Session) -> None:
 @dry_run_option
 def apply(session: Session, base: Path | None, discard: bool, dry_run: bool) -> None:
     """Put every patch on the pinned vLLM, in build/<release>."""
-    with session.lock():
+    with session.lock(reading=dry_run):
         result = apply_stack(
             session.project,
             session.pin,
@@ -367,15 +369,15 @@ def prove(session: Session, patches: tuple[str, ...], jobs: int) -> None:
         progress=session.download,
         step=session.step,
     )
-    table = Table("patch", "test", "without", "with", "", box=None)
     for proof in proofs:
+        cached = " (cached)" if proof.cached else ""
+        session.say(f"{_MARKS[proof.ok]} [bold]{escape(proof.patch)}[/]{cached}")
         if proof.reason:
-            table.add_row(proof.patch, f"none: {escape(proof.reason)}", "", "", "")
+            session.say(f"   no tests: {escape(proof.reason)}")
         for test in proof.tests:
-            row = map(escape, (proof.patch, test.node, test.red, test.green))
-            table.add_row(*row, _MARKS[test.ok])
-    if not session.as_json:
-        session.out.print(table)
+            session.say(f"   {_MARKS[test.ok]} {escape(test.node)}")
+            session.say(f"      without: {escape(test.red)}")
+            session.say(f"      with:    {escape(test.green)}")
     session.answer(
         {"proofs": [{**asdict(proof), "ok": proof.ok} for proof in proofs]},
         ok=all(proof.ok for proof in proofs),
@@ -418,7 +420,7 @@ def test(session: Session, parts: tuple[str, ...], jobs: int) -> None:
 @dry_run_option
 def export(session: Session, dry_run: bool) -> None:
     """Write the commits of build/<release> as patch files."""
-    with session.lock():
+    with session.lock(reading=dry_run):
         result = export_module.export(
             session.project, session.pin, dry_run=dry_run, step=session.step
         )
@@ -450,7 +452,7 @@ def _say_changes(session: Session, changes: list[export_module.Change]) -> None:
 @dry_run_option
 def new(session: Session, name: str, subject: str, dry_run: bool) -> None:
     """Make uncommitted changes, or the newest commit, the patch NAME."""
-    with session.lock():
+    with session.lock(reading=dry_run):
         commit = export_module.new(
             session.project, session.pin, name, subject, dry_run=dry_run
         )
@@ -468,7 +470,7 @@ def new(session: Session, name: str, subject: str, dry_run: bool) -> None:
 @dry_run_option
 def drop(session: Session, patch: str, dry_run: bool) -> None:
     """Take PATCH out of the series, merging the later ones over the gap."""
-    with session.lock():
+    with session.lock(reading=dry_run):
         changes = export_module.drop(
             session.project, session.pin, patch, dry_run=dry_run, step=session.step
         )
@@ -497,7 +499,7 @@ def show(session: Session, patch: str) -> None:
 @verb
 def version(session: Session) -> None:
     """Print the PEP 440 version of a build of this stack."""
-    with session.lock():
+    with session.lock(reading=True):
         result = apply_stack(
             session.project,
             session.pin,

@@ -105,7 +105,14 @@ def _prove_round_trip(
             "has no diff, so it cannot be a patch",
             "drop it: git rebase -i refs/stack/base, in the tree",
         )
-    message = patch.author_and_message[1]
+    author, message = patch.author_and_message
+    if (author.name, author.email) != (commit.author.name, commit.author.email):
+        raise _refuse(
+            commit,
+            f"has an author that a patch cannot carry: {commit.author.name} "
+            f"<{commit.author.email}>",
+            "git commit --amend --reset-author, in the tree",
+        )
     wanted = commit.message.rstrip(b"\n") + b"\n"
     if message != wanted:
         got, want = message.split(b"\n"), wanted.split(b"\n")
@@ -118,6 +125,13 @@ def _prove_round_trip(
             commit,
             f"has a message that git cannot carry in a patch: line {number + 1}, "
             f"{line!r}, would be lost or changed",
+        )
+    if git.mail_count(patch.content) != 1:
+        lines = enumerate(wanted.decode("utf-8", "replace").split("\n"), 1)
+        number, line = next((i, x) for i, x in lines if x.startswith("From "))
+        raise _refuse(
+            commit,
+            f"has a message that git am takes for two: line {number}, {line!r}",
         )
     try:
         made, tree = apply.commit_patch(repository, parent, patch)
@@ -189,12 +203,15 @@ def export(project: Project, pin: Pin, *, dry_run: bool, step: Step) -> Result:
     tree, state = open_tree(project, pin, finish=not dry_run)
     assert state.head is not None
     step("commits")
-    patches = patches_of(tree, state.head)
-    changes = _changes(tree, patches)
-    if not dry_run:
+    with tree.quarantine(dry_run):
+        patches = patches_of(tree, state.head)
+        changes = _changes(tree, patches)
         record, tip = record_of(tree, patches)
-        tree.write_patches(record)
-        tree.repository.update_refs({BRANCH: tip, APPLIED: record})
+        if dry_run:
+            tree.require_unedited(tree.recorded_files(record))
+        else:
+            tree.write_patches(record)
+            tree.repository.update_refs({BRANCH: tip, APPLIED: record})
     return Result(changes, state.dirty)
 
 
@@ -225,7 +242,8 @@ def drift(project: Project, pin: Pin) -> list[Change]:
     """How the patch files differ from what the applied tree would export."""
     tree, state = open_tree(project, pin, finish=False)
     assert state.head is not None
-    changes = _changes(tree, patches_of(tree, state.head))
+    with tree.quarantine(True):
+        changes = _changes(tree, patches_of(tree, state.head))
     return [change for change in changes if change.what != "unchanged"]
 
 
@@ -251,9 +269,30 @@ def new(
         )
     tree, state = open_tree(project, pin, finish=not dry_run)
     assert state.head is not None
+    if name in _taken_names(tree, state.head):
+        raise StackError(
+            f"there is a patch {name} already", mend="choose another name", code=USAGE
+        )
+    with tree.quarantine(dry_run):
+        commit = _new(tree, state, name, subject, dry_run)
+        return tree.repository.commit(commit)
+
+
+def _taken_names(tree: Tree, head: str) -> set[str]:
+    """The names of the patch files, and of the commits that will be some."""
+    names = _known_names(tree)
+    folder = tree.project.patches(tree.pin)
+    taken = {path.name.removesuffix(SUFFIX) for path in folder.glob("*" + SUFFIX)}
+    for commit in tree.repository.chain(BASE, head):
+        message = tree.repository.commit(commit).message.decode("utf-8", "replace")
+        found = trailers.values(trailers.split(message)[1], "Change-Id")
+        taken.update(names[change] for change in found if change in names)
+    return taken
+
+
+def _new(tree: Tree, state: State, name: str, subject: str, dry_run: bool) -> str:
     repository = tree.repository
-    if name in _known_names(tree).values():
-        raise StackError(f"there is a patch {name} already", code=USAGE)
+    assert state.head is not None
     if state.dirty:
         change = _new_change_id()
         message = f"{subject}\n\n{_template(name, change)}".encode()
@@ -267,7 +306,7 @@ def new(
         repository.update_refs(
             {BRANCH: commit, NAMES + name: repository.write_blob(change.encode())}
         )
-    return repository.commit(commit)
+    return commit
 
 
 def _adopt(tree: Tree, head: str, name: str) -> tuple[str, str]:
@@ -344,13 +383,14 @@ def drop(
             f"{', '.join(needing)} depend on {target.name}",
             mend="drop them first, or change their Depends-On",
         )
-    tip = _without(tree, apply.known_commits(tree, patches), target, step)
-    kept = patches_of(tree, tip)
-    changes = _changes(tree, kept)
-    if not dry_run:
-        record, _ = record_of(tree, kept)
-        tree.write_patches(record, then_switch=True)
-        tree.switch(record)
+    with tree.quarantine(dry_run):
+        tip = _without(tree, apply.known_commits(tree, patches), target, step)
+        kept = patches_of(tree, tip)
+        changes = _changes(tree, kept)
+        if not dry_run:
+            record, _ = record_of(tree, kept)
+            tree.write_patches(record, then_switch=True)
+            tree.switch(record)
     return changes
 
 

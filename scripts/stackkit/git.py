@@ -31,6 +31,7 @@ _ENVIRONMENT = {
     "GIT_OPTIONAL_LOCKS": "0",
     "GIT_TERMINAL_PROMPT": "0",
     "GIT_LITERAL_PATHSPECS": "1",
+    "GIT_NO_REPLACE_OBJECTS": "1",
 }
 
 # A repository's own configuration is still read; these win over it.
@@ -43,7 +44,12 @@ _OPTIONS = (
     *("-c", "core.fileMode=true"),
     *("-c", "core.fsmonitor=false"),
     *("-c", "core.quotePath=false"),
+    *("-c", "core.safecrlf=false"),
     *("-c", "core.sparseCheckout=false"),
+    *("-c", "core.symlinks=true"),
+    *("-c", "apply.ignoreWhitespace=no"),
+    *("-c", "i18n.commitEncoding=UTF-8"),
+    *("-c", "i18n.logOutputEncoding=UTF-8"),
     *("-c", "commit.gpgSign=false"),
     *("-c", "gc.auto=0"),
     *("-c", "maintenance.auto=false"),
@@ -111,9 +117,16 @@ def version() -> tuple[int, ...]:
 class Repository:
     """A git directory and, when it has one, its work tree."""
 
-    def __init__(self, git_dir: Path, work_tree: Path | None = None):
+    def __init__(
+        self,
+        git_dir: Path,
+        work_tree: Path | None = None,
+        objects: Path | None = None,
+    ):
         self.git_dir = git_dir
         self.work_tree = work_tree
+        # Where new objects go, if not to the git directory.
+        self.objects = objects
 
     @classmethod
     def create(cls, git_dir: Path, work_tree: Path | None = None) -> Repository:
@@ -141,8 +154,25 @@ class Repository:
             self = cls.create(Path(folder) / "bare.git")
             alternates = self.git_dir / "objects" / "info" / "alternates"
             alternates.parent.mkdir(exist_ok=True)
-            alternates.write_bytes(os.fsencode(other.git_dir / "objects") + b"\n")
+            places = [other.git_dir / "objects", *filter(None, [other.objects])]
+            alternates.write_bytes(b"".join(os.fsencode(p) + b"\n" for p in places))
             yield self
+
+    @contextlib.contextmanager
+    def quarantined(self) -> Iterator[Repository]:
+        """This repository, but with its new objects gone when the block ends."""
+        with tempfile.TemporaryDirectory(prefix="stack-objects-") as folder:
+            yield Repository(self.git_dir, self.work_tree, Path(folder))
+
+    def _objects_environment(self) -> dict[str, str]:
+        if self.objects is None:
+            return {}
+        shared = os.fspath(self.git_dir / "objects")
+        quoted = shared.replace("\\", "\\\\").replace('"', '\\"')
+        return {
+            "GIT_OBJECT_DIRECTORY": os.fspath(self.objects),
+            "GIT_ALTERNATE_OBJECT_DIRECTORIES": f'"{quoted}"',
+        }
 
     def start(
         self,
@@ -157,7 +187,7 @@ class Repository:
         return process.run(
             ["git", *_OPTIONS, *where, *arguments],
             cwd=self.work_tree,
-            env={**_ENVIRONMENT, **(env or {})},
+            env={**_ENVIRONMENT, **self._objects_environment(), **(env or {})},
             stdin=stdin,
         )
 
@@ -307,26 +337,29 @@ class Repository:
     def cherry_pick(self, commit: str, onto: str) -> tuple[str | None, list[str]]:
         """Merge what ``commit`` changes into the tree of the commit ``onto``.
 
-        A true three-way merge, in a work tree of its own; no ref moves.
+        A true three-way merge, in a repository and a work tree of its own, so that
+        no ref moves and no setting or attribute of this repository counts.
 
         Returns:
             The merged tree (None on conflict), and the paths in conflict.
         """
-        with tempfile.TemporaryDirectory(prefix="stack-merge-") as folder:
-            work = Path(folder) / "tree"
-            self.run("worktree", "add", "--detach", "--quiet", os.fspath(work), onto)
-            link = (work / ".git").read_text().removeprefix("gitdir:").strip()
-            merging = Repository(Path(link), work)
-            try:
-                done = merging.start("cherry-pick", "--no-commit", commit)
-                listing = merging.run("diff", "--name-only", "--diff-filter=U", "-z")
-                conflicts = [os.fsdecode(path) for path in listing.split(b"\0") if path]
-                if conflicts:
-                    return None, conflicts
-                _check(done, ("cherry-pick",))
-                return merging.text("write-tree"), []
-            finally:
-                self.run("worktree", "remove", "--force", os.fspath(work))
+        with (
+            Repository.borrowing(self) as plain,
+            tempfile.TemporaryDirectory(prefix="stack-merge-") as folder,
+        ):
+            # What it writes goes where ours does.
+            objects = self.objects or self.git_dir / "objects"
+            plain.run("config", "core.bare", "false")
+            plain.update_refs({"HEAD": onto})
+            merging = Repository(plain.git_dir, Path(folder), objects)
+            merging.run("reset", "--hard", "--quiet")
+            done = merging.start("cherry-pick", "--no-commit", commit)
+            listing = merging.run("diff", "--name-only", "--diff-filter=U", "-z")
+            conflicts = [os.fsdecode(path) for path in listing.split(b"\0") if path]
+            if conflicts:
+                return None, conflicts
+            _check(done, ("cherry-pick",))
+            return merging.text("write-tree"), []
 
     def apply_to_index(self, diff: bytes, index: Path) -> None:
         """Apply a diff to an index, with no work tree, fuzz or whitespace repair."""
@@ -345,7 +378,7 @@ class Repository:
         importer = process.start(
             ["git", *_OPTIONS, f"--git-dir={self.git_dir}", "fast-import", "--quiet"],
             stdin=subprocess.PIPE,
-            env=_ENVIRONMENT,
+            env={**_ENVIRONMENT, **self._objects_environment()},
         )
         assert importer.stdin is not None
         ref = "refs/stack/import"
@@ -403,6 +436,8 @@ class Repository:
                 f"copying tree {tree} from {source.git_dir} failed",
                 details=process.tail(pack_words + unpack_words),
             )
+        # index-pack names each object by its content: an altered one is missing.
+        self.run("rev-list", "--objects", "--quiet", tree)
 
     # -- refs and work tree --------------------------------------------------
 
@@ -481,6 +516,18 @@ def mailinfo(mail: bytes) -> tuple[Identity, bytes]:
     subject = found.get("Subject", "").encode()
     author = Identity(found["Author"], found["Email"], found["Date"])
     return author, subject + b"\n\n" + text.strip(b"\n") + b"\n"
+
+
+def mail_count(mail: bytes) -> int:
+    """How many mails ``git am`` would take ``mail`` for."""
+    with tempfile.TemporaryDirectory(prefix="stack-mail-") as folder:
+        done = process.run(
+            ["git", *_OPTIONS, "mailsplit", "--keep-cr", f"-o{folder}"],
+            env=_ENVIRONMENT,
+            stdin=mail,
+        )
+        _check(done, ("mailsplit",))
+    return int(done.stdout)
 
 
 def blob_id(content: bytes) -> str:

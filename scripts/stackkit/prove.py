@@ -179,7 +179,7 @@ def _write(path: Path, value: Any) -> None:
     os.replace(stream.name, path)
 
 
-def _check_out(tree: worktree.Tree, tree_id: str, slot: Path) -> None:
+def check_out(tree: worktree.Tree, tree_id: str, slot: Path) -> None:
     """Make ``slot`` hold exactly ``tree_id``, moving only the files that differ."""
     index = slot.with_suffix(".index")
     index.with_name(index.name + ".lock").unlink(missing_ok=True)
@@ -192,7 +192,7 @@ def _check_out(tree: worktree.Tree, tree_id: str, slot: Path) -> None:
     if changed or stray:  # a killed run or a test left something
         shutil.rmtree(slot)
         index.unlink()
-        _check_out(tree, tree_id, slot)
+        check_out(tree, tree_id, slot)
 
 
 def _run(
@@ -202,7 +202,7 @@ def _run(
 
     The report of a run that died holds its last words instead of tests.
     """
-    _check_out(tree, tree_id, slot)
+    check_out(tree, tree_id, slot)
     report = slot.with_suffix(".json")
     report.unlink(missing_ok=True)
     done = process.run(

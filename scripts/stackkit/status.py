@@ -35,7 +35,8 @@ def status(project: Project, pin: Pin) -> Status:
     changes: list[export.Change] = []
     tree_id, problem = None, ""
     try:
-        commits = apply.known_commits(tree, patches)
+        with tree.quarantine(True):
+            commits = apply.known_commits(tree, patches)
         present = _trees(tree, state)
         applied = {a.patch.name: a.tree in present for a in commits}
         if state.head:
@@ -71,7 +72,8 @@ def describe(project: Project, pin: Pin, name: str) -> dict[str, Any]:
     tree = worktree.Tree(project, pin)
     commit = None
     if tree.exists:
-        commits = apply.known_commits(tree, patches)
+        with tree.quarantine(True):
+            commits = apply.known_commits(tree, patches)
         commit = next(a.commit for a in commits if a.patch.name == patch.name)
     added, removed = patch.size
     body, found = trailers.split(patch.message)

@@ -47,7 +47,7 @@ class TestId:
     raises: str
 
 
-_TEST = re.compile(r"(tests/[\w./-]+\.py(?:::[\w\[\]., -]+)*?)(?: raises (\w+))?")
+_TEST = re.compile(r"(tests/[\w./-]+\.py(?:::\w+)*(?:\[[^\]]+\])?)(?: raises (\w+))?")
 # An import error is what a broken test looks like, so it proves nothing.
 _PROVES_NOTHING = ("ImportError", "ModuleNotFoundError", "SyntaxError")
 

@@ -26,7 +26,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +57,11 @@ _OPERATIONS = {
 
 @contextlib.contextmanager
 def lock(
-    project: Project, waiting: Callable[[], None], folder: Path | None = None
+    project: Project,
+    waiting: Callable[[], None],
+    folder: Path | None = None,
+    *,
+    reading: bool = False,
 ) -> Iterator[None]:
     """Hold a lock: one writer at a time in build/ and patches/, or in ``folder``.
 
@@ -65,10 +69,16 @@ def lock(
         project: The checkout.
         waiting: Called once if another run holds the lock.
         folder: What is locked, if not the project.
+        reading: Whether nothing will be written, not even the lock: where there
+            is none yet, nobody writes.
     """
     place = folder or project.build
-    place.mkdir(exist_ok=True)
-    with open(place / LOCK, "w") as stream:
+    if reading and not (place / LOCK).exists():
+        yield
+        return
+    if not reading:
+        place.mkdir(exist_ok=True)
+    with open(place / LOCK, "r" if reading else "w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -120,6 +130,8 @@ class Tree:
 
     def state(self) -> State:
         """Look at the tree; changes nothing."""
+        if not self.exists:
+            return State(None, None, None, None, (), (), (), None, False)
         repository = self.repository
         applied, source = self.applied()
         head = repository.resolve(BRANCH)
@@ -168,12 +180,8 @@ class Tree:
             StackError: if no source has the pinned tree.
         """
         self._sweep()
-        if self.exists and option is None:
-            present = self.repository.commit(BASE)
-            if present.tree == self.pin.tree and present.message == base.message(
-                self.pin
-            ):
-                return None
+        if option is None and self._has_base():
+            return None
         if self.exists:
             source = base.fill(
                 self.repository, self.project, self.pin, option, progress
@@ -187,24 +195,97 @@ class Tree:
                 code=REFUSED,
             )
         folder = Path(tempfile.mkdtemp(prefix=HALF_MADE, dir=self.project.build))
-        new = git.Repository.create(folder / ".git", folder)
-        # A user's own git in the tree must not rewrite line endings.
-        new.run("config", "core.autocrlf", "false")
-        source = base.fill(new, self.project, self.pin, option, progress)
-        new.update_refs({BASE: base.commit(new, self.pin)})
-        folder.chmod(0o755)
-        if self.path.is_dir():
-            self.path.rmdir()
-        folder.rename(self.path)
+        try:
+            new = git.Repository.create(folder / ".git", folder)
+            # A user's own git in the tree must not rewrite line endings.
+            new.run("config", "core.autocrlf", "false")
+            source = base.fill(new, self.project, self.pin, option, progress)
+            new.update_refs({BASE: base.commit(new, self.pin)})
+            folder.chmod(0o755)
+            if self.path.is_dir():
+                self.path.rmdir()
+            folder.rename(self.path)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         return str(source)
+
+    def _has_base(self) -> bool:
+        if not self.exists:
+            return False
+        present = self.repository.commit(BASE)
+        return present.tree == self.pin.tree and (
+            present.message == base.message(self.pin)
+        )
+
+    @contextlib.contextmanager
+    def rehearsal(
+        self, option: Path | None, progress: Progress
+    ) -> Iterator[str | None]:
+        """Let all that is written vanish when the block ends.
+
+        Where the tree lacks the base, a passing repository has it meanwhile.
+
+        Args:
+            option: The user's ``--base``.
+            progress: Told of download progress.
+
+        Returns:
+            Where the base came from, or None if it was there.
+
+        Raises:
+            StackError: if no source has the pinned tree.
+        """
+        kept = self.repository
+        with contextlib.ExitStack() as stack:
+            source = None
+            if option is None and self._has_base():
+                self.repository = stack.enter_context(kept.quarantined())
+            else:
+                name = stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix="stack-rehearsal-")
+                )
+                passing = git.Repository.create(Path(name) / "bare.git")
+                source = str(
+                    base.fill(passing, self.project, self.pin, option, progress)
+                )
+                passing.update_refs({BASE: base.commit(passing, self.pin)})
+                self.repository = passing
+            try:
+                yield source
+            finally:
+                self.repository = kept
+
+    @contextlib.contextmanager
+    def quarantine(self, wanted: bool) -> Iterator[None]:
+        """If ``wanted``, let every object written vanish when the block ends."""
+        kept = self.repository
+        if not wanted:
+            yield
+            return
+        with kept.quarantined() as self.repository:
+            try:
+                yield
+            finally:
+                self.repository = kept
 
     def _sweep(self) -> None:
         """Remove what a killed run left half-made (the lock is ours)."""
         for folder in self.project.build.glob(HALF_MADE + "*"):
             shutil.rmtree(folder)
+        # Nobody but this tool writes these refs.
+        for left in (self.path / ".git" / "refs" / "stack").rglob("*.lock"):
+            left.unlink()
 
-    def protect(self, state: State, discard: bool) -> str | None:
+    def protect(
+        self, state: State, discard: bool, *, back_up: bool = True
+    ) -> str | None:
         """Refuse to go on over work that exists nowhere else, or back it up.
+
+        Args:
+            state: From :meth:`state`.
+            discard: Whether the user gives the work up.
+            back_up: Whether what is given up is kept in a ref.
 
         Returns:
             The backup ref, if something was discarded.
@@ -237,7 +318,7 @@ class Tree:
                 details=state.work,
                 code=REFUSED,
             )
-        return self._back_up(state)
+        return self._back_up(state) if back_up else None
 
     def _back_up(self, state: State) -> str:
         assert state.head is not None
@@ -279,18 +360,16 @@ class Tree:
         """
         repository = self.repository
         target = repository.commit(record).parents[0]
-        if (repository.git_dir / "index.lock").exists():
-            raise StackError(
-                f"another git command is running in {self.path}",
-                mend="wait for it; if there is none, "
-                f"rm {repository.git_dir / 'index.lock'}",
-                code=REFUSED,
-            )
+        self._require_no_git()
         now = repository.resolve(backup or BRANCH)
+        self._require_free_way(now or git.EMPTY_TREE, target)
         with self._private_index() as index:
             environment = {"GIT_INDEX_FILE": os.fspath(index)}
             if backup:
                 repository.run("add", "--all", "--", ".", env=environment)
+            # A touched or copied file has the same content, whatever its time; one
+            # that was edited under --assume-unchanged must stop the merge below.
+            repository.start("update-index", "-q", "--really-refresh", env=environment)
             trees = [now, target] if now else [target]
             plan = ("read-tree", "-m", "-u", *trees)
             repository.run(*plan[: -len(trees)], "--dry-run", *trees, env=environment)
@@ -298,6 +377,60 @@ class Tree:
             repository.run(*plan, env=environment)
             os.replace(index, repository.git_dir / "index")
         self._arrive(record, target)
+
+    def _require_free_way(self, now: str, target: str) -> None:
+        # git takes an ignored file for worthless and would write over it.
+        in_the_way = [
+            path
+            for path, (old, _) in self.repository.changed(now, target).items()
+            if old.blob == git.NO_BLOB
+            and ((self.path / path).is_file() or (self.path / path).is_symlink())
+        ]
+        if in_the_way:
+            raise StackError(
+                f"{self.path}: these files, which git ignores, are in the way",
+                mend="move them away",
+                details=tuple(in_the_way),
+                code=REFUSED,
+            )
+
+    def _require_no_git(self) -> None:
+        """Refuse while a git command of the user's is at work in the tree."""
+        for name in ("index", "HEAD", BRANCH, "packed-refs"):
+            left = self.repository.git_dir / f"{name}.lock"
+            if left.exists():
+                raise StackError(
+                    f"another git command is running in {self.path}",
+                    mend=f"wait for it; if there is none, rm {left}",
+                    code=REFUSED,
+                )
+
+    def require_unedited(self, new: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Require that the patch files on disk may be replaced by ``new``.
+
+        Returns:
+            The files of the applied record.
+
+        Raises:
+            StackError: (refused) if a file is neither as recorded nor as in
+                ``new``, so edited by hand.
+        """
+        known = self.recorded_files(APPLIED) if self.applied()[0] else {}
+        edited = []
+        for name in {**known, **new}:
+            path = self.project.patches(self.pin) / name
+            content = path.read_bytes() if path.is_file() else None
+            if content not in (known.get(name), new.get(name)):
+                edited.append(str(path.relative_to(self.project.root)))
+        if edited:
+            raise StackError(
+                "these files were edited since the tree was made from them",
+                mend="save the edits elsewhere and git checkout the files, or keep "
+                "them and give up the tree's commits: scripts/stack apply --discard",
+                details=tuple(sorted(edited)),
+                code=REFUSED,
+            )
+        return known
 
     def write_patches(self, record: str, *, then_switch: bool = False) -> None:
         """Make the series and patch files on disk those of ``record``.
@@ -314,21 +447,8 @@ class Tree:
         """
         folder = self.project.patches(self.pin)
         new = self.recorded_files(record)
-        known = self.recorded_files(APPLIED) if self.applied()[0] else {}
-        edited = []
-        for name in {**known, **new}:
-            path = folder / name
-            content = path.read_bytes() if path.is_file() else None
-            if content not in (known.get(name), new.get(name)):
-                edited.append(str(path.relative_to(self.project.root)))
-        if edited:
-            raise StackError(
-                "these files were edited since the tree was made from them",
-                mend="save the edits elsewhere and git checkout the files, or keep "
-                "them and give up the tree's commits: scripts/stack apply --discard",
-                details=tuple(sorted(edited)),
-                code=REFUSED,
-            )
+        known = self.require_unedited(new)
+        self._require_no_git()
         pending = {PENDING: record} if then_switch else {}
         self.repository.update_refs({EXPORTING: record, **pending})
         folder.mkdir(parents=True, exist_ok=True)
@@ -354,7 +474,14 @@ class Tree:
         """
         record = self.repository.resolve(EXPORTING)
         if record:
-            self.write_patches(record)
+            self._require_no_git()
+            try:
+                self.write_patches(record)
+            except StackError as error:
+                if error.code != REFUSED or not discard:
+                    raise
+                # The files on disk are kept; the tree is to follow them.
+                self.repository.update_refs({EXPORTING: None, PENDING: None})
         return self._finish_switch(discard) or record is not None
 
     def _finish_switch(self, discard: bool) -> bool:
@@ -387,8 +514,10 @@ class Tree:
             environment = {"GIT_INDEX_FILE": os.fspath(index)}
             repository.run("read-tree", target, env=environment)
             for path, (_, new) in changes.items():
-                if new.blob == git.NO_BLOB:
-                    (self.path / path).unlink(missing_ok=True)
+                file = self.path / path
+                # What was a folder may be a file by now, and the other way round.
+                if new.blob == git.NO_BLOB and (file.is_file() or file.is_symlink()):
+                    file.unlink()
             repository.run(
                 *("checkout-index", "--force", "--index", "-z", "--stdin"),
                 stdin=b"".join(
@@ -439,7 +568,7 @@ class Tree:
         index.unlink(missing_ok=True)
         current = self.repository.git_dir / "index"
         if current.is_file():
-            shutil.copyfile(current, index)
+            shutil.copy2(current, index)  # git compares its time with the files'
         yield index
 
 
