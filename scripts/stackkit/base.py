@@ -7,8 +7,8 @@ the tree id is compared with the pin before anything is built on it.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
+import lzma
 import os
 import tarfile
 import tempfile
@@ -27,6 +27,9 @@ from .report import Progress
 IDENTITY = git.Identity(
     "vllm-mi300x maintainers", "maintainers@vllm-mi300x.example", "1780012800 +0000"
 )
+
+
+_ANOTHER = "give a clone, a bundle or an archive of the release with --base PATH"
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,11 @@ def fill(
                 source.path, pin.sdist.sha256, actual, f"the cache ({source.path})"
             )
     if source.path.is_dir():
-        tree = _from_repository(repository, pin, source.path)
+        tree = _from_repository(repository, pin, source.path, source.path)
     elif _is_bundle(source.path):
         tree = _from_bundle(repository, pin, source.path)
     else:
-        tree = _from_archive(repository, pin, source.path)
+        tree = _from_archive(repository, pin, source)
     if tree != pin.tree:
         raise StackError(
             f"the base from {source} is not vLLM {pin.tag} as pinned",
@@ -112,7 +115,9 @@ def _choose(
 ) -> Source:
     if option is not None:
         if not option.exists():
-            raise StackError(f"--base {option}: no such file or directory")
+            raise StackError(
+                f"--base {option}: no such file or directory", mend=_ANOTHER
+            )
         return Source("option", option.absolute())
     submodule = submodule_repository(project)
     if submodule is not None and submodule.has(pin.commit):
@@ -146,20 +151,31 @@ def _open(path: Path) -> git.Repository | None:
     return None
 
 
-def _from_repository(repository: git.Repository, pin: Pin, path: Path) -> str:
+def _from_repository(
+    repository: git.Repository, pin: Pin, path: Path, named: Path
+) -> str:
+    """Copy the pinned tree from the repository at ``path``, which users call ``named``."""
     source = _open(path)
     if source is None:
-        raise StackError(f"--base {path}: is not a git repository")
+        raise StackError(f"--base {named}: is not a git repository", mend=_ANOTHER)
     tree = source.resolve(pin.commit + "^{tree}")
     if tree is None:
         tag = source.resolve(f"refs/tags/{pin.tag}^{{commit}}")
+        fetch = f"git -C {named} fetch {pin.url} {pin.commit}"
         raise StackError(
-            f"{path} does not have commit {pin.commit}",
-            mend=f"git -C {path} fetch {pin.url} {pin.commit}",
+            f"{named} does not have commit {pin.commit}",
+            mend=fetch if named.is_dir() else _ANOTHER,
             details=(f"its tag {pin.tag} is commit {tag}",) if tag else (),
         )
     if tree == pin.tree:
-        repository.copy_tree_from(source, tree)
+        try:
+            repository.copy_tree_from(source, tree)
+        except git.GitError as error:
+            raise StackError(
+                f"{named} is damaged: it does not have all of tree {tree}",
+                mend=f"git -C {named} fsck names what is wrong, or: {_ANOTHER}",
+                details=error.details,
+            ) from error
     return tree
 
 
@@ -171,22 +187,35 @@ def _is_bundle(path: Path) -> bool:
 def _from_bundle(repository: git.Repository, pin: Pin, path: Path) -> str:
     with tempfile.TemporaryDirectory(prefix="stack-bundle-") as folder:
         clone = git.Repository.create(Path(folder) / "bundle.git")
-        clone.run("bundle", "unbundle", os.fspath(path))
-        return _from_repository(repository, pin, clone.git_dir)
+        try:
+            clone.run("bundle", "unbundle", os.fspath(path))
+        except git.GitError as error:
+            raise StackError(
+                f"{path}: the bundle is truncated, damaged or not whole",
+                mend=_ANOTHER,
+                details=error.details,
+            ) from error
+        return _from_repository(repository, pin, clone.git_dir, path)
 
 
-def _from_archive(repository: git.Repository, pin: Pin, path: Path) -> str:
+def _from_archive(repository: git.Repository, pin: Pin, source: Source) -> str:
     """Write an archive's files as a tree, through ``git fast-import``.
 
     Nothing is unpacked on disk, so no path in the archive can escape and no
     file mode, line ending or attribute of this machine can change a blob.
     """
+    path = source.path
+    with open(path, "rb"):
+        pass  # an error of the file system is told as such
     try:
         return repository.import_tree(_members(path, pin))
-    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        mend = f"delete it and run again: rm {path}"
         raise StackError(
             f"{path}: the archive is truncated or damaged: {error}",
-            mend=f"delete it and run again: rm {path}",
+            mend=_ANOTHER if source.kind == "option" else mend,
         ) from error
 
 

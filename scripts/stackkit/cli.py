@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import sys
@@ -51,6 +52,9 @@ class Session:
         self.directory = directory
         self.release = release
         self.as_json = as_json
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         # A pipe has no width; a table must not be cut for it.
         width = None if sys.stdout.isatty() else 200
         self.out = Console(highlight=False, soft_wrap=True, width=width)
@@ -86,11 +90,11 @@ class Session:
 
     @contextlib.contextmanager
     def lock(self, *, reading: bool = False) -> Iterator[None]:
-        def waiting() -> None:
-            self.err.print("waiting for another scripts/stack to finish")
-
-        with worktree.lock(self.project, waiting, reading=reading):
+        with worktree.lock(self.project, self.waiting, reading=reading):
             yield
+
+    def waiting(self) -> None:
+        self.err.print("waiting for another scripts/stack to finish")
 
     def answer(self, value: dict[str, Any], *, ok: bool = True) -> None:
         """Print the machine-readable answer, if it was asked for, and end.
@@ -219,7 +223,7 @@ def apply(session: Session, base: Path | None, discard: bool, dry_run: bool) -> 
         result = apply_stack(
             session.project,
             session.pin,
-            option=base,
+            option=base and session.directory / base,
             discard=discard,
             dry_run=dry_run,
             progress=session.download,
@@ -523,11 +527,15 @@ def version(session: Session) -> None:
 @dry_run_option
 def clean(session: Session, cache: bool, discard: bool, dry_run: bool) -> None:
     """Remove build/, unless it holds work that no patch file has."""
-    if dry_run:
-        removed = clean_module.targets(session.project, cache=cache)
-    else:
-        with session.lock():
-            removed = clean_module.clean(session.project, cache=cache, discard=discard)
+    with session.lock(reading=dry_run):
+        if dry_run:
+            if not discard:
+                clean_module.require_no_work(session.project)
+            removed = clean_module.targets(session.project, cache=cache)
+        else:
+            removed = clean_module.clean(
+                session.project, cache=cache, discard=discard, waiting=session.waiting
+            )
     for path in removed:
         session.say(f"{'would remove' if dry_run else 'removed'} {escape(str(path))}")
     session.answer({"removed": [str(path) for path in removed], "dry_run": dry_run})

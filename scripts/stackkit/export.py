@@ -73,14 +73,17 @@ def patches_of(tree: Tree, tip: str) -> list[Patch]:
     parent = repository.resolve(BASE)
     assert parent is not None
     patches: list[Patch] = []
+    commits = [repository.commit(commit) for commit in repository.chain(BASE, tip)]
+    for commit in commits:
+        if len(commit.parents) != 1:
+            raise _refuse(commit, "is a merge", "rebase it away: the stack is a line")
     with git.Repository.borrowing(repository) as plain:
-        for commit_id in repository.chain(BASE, tip):
-            commit = repository.commit(commit_id)
+        for commit in commits:
             name = _name_of(commit, names)
             if any(patch.name == name for patch in patches):
                 raise _refuse(commit, f"has the Change-Id of {name}, as another has")
             path = folder / (name + SUFFIX)
-            patch = Patch(name, path, plain.format_patch(commit_id))
+            patch = Patch(name, path, plain.format_patch(commit.id))
             parent = _prove_round_trip(repository, parent, commit, patch)
             patches.append(patch)
     return patches
@@ -97,8 +100,6 @@ def _prove_round_trip(
     repository: git.Repository, parent: str, commit: git.Commit, patch: Patch
 ) -> str:
     """Import ``patch`` again and compare; return the commit it makes of ``parent``."""
-    if len(commit.parents) != 1:
-        raise _refuse(commit, "is a merge", "rebase it away: the stack is a line")
     if repository.commit(parent).tree == commit.tree:
         raise _refuse(
             commit,
@@ -106,14 +107,10 @@ def _prove_round_trip(
             "drop it: git rebase -i refs/stack/base, in the tree",
         )
     author, message = patch.author_and_message
-    if (author.name, author.email) != (commit.author.name, commit.author.email):
-        raise _refuse(
-            commit,
-            f"has an author that a patch cannot carry: {commit.author.name} "
-            f"<{commit.author.email}>",
-            "git commit --amend --reset-author, in the tree",
-        )
     wanted = commit.message.rstrip(b"\n") + b"\n"
+    # git am takes trailing spaces and repeated blank lines away, mailinfo the rest.
+    message = re.sub(rb"[ \t\r]+$", b"", message, flags=re.MULTILINE)
+    message = re.sub(rb"\n{3,}", b"\n\n", message)
     if message != wanted:
         got, want = message.split(b"\n"), wanted.split(b"\n")
         number = next(
@@ -133,10 +130,21 @@ def _prove_round_trip(
             commit,
             f"has a message that git am takes for two: line {number}, {line!r}",
         )
+    if (author.name, author.email) != (commit.author.name, commit.author.email):
+        raise _refuse(
+            commit,
+            f"has an author that a patch cannot carry: {commit.author.name} "
+            f"<{commit.author.email}>",
+            "git commit --amend --reset-author, in the tree",
+        )
     try:
         made, tree = apply.commit_patch(repository, parent, patch)
     except StackError as error:
-        raise _refuse(commit, f"cannot be held by a patch: {error.message}") from error
+        raise _refuse(
+            commit,
+            f"cannot be held by a patch: {error.message}",
+            "take that file out of the commit, or give it another name",
+        ) from error
     if tree != commit.tree:
         raise _refuse(commit, "does not come back from its own patch")
     return made
@@ -173,8 +181,8 @@ def _series(tree: Tree, patches: list[Patch]) -> bytes:
 
     Comments at the top stay there, others stay above their entry.
     """
-    path = tree.project.patches(tree.pin) / SERIES
-    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
+    folder = tree.project.patches(tree.pin)
+    lines = patchfile.series_lines(folder) if (folder / SERIES).is_file() else []
     comments: dict[str, list[str]] = {"": []}
     above = comments[""]
     for line in lines:

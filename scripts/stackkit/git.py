@@ -57,6 +57,14 @@ _OPTIONS = (
 )
 
 
+_NO_PLACE = re.compile(
+    rb"No space left|File too large|Read-only file|Permission denied|unable to write"
+)
+_PLACE = (
+    "the checkout, the cache and the temporary folder must be writable and have room"
+)
+
+
 class GitError(StackError):
     """A git command failed."""
 
@@ -554,5 +562,6 @@ def _check(done: subprocess.CompletedProcess[bytes], arguments: Sequence[str]) -
     if done.returncode:
         raise GitError(
             f"git {arguments[0]} failed (exit {done.returncode})",
+            mend=_PLACE if _NO_PLACE.search(done.stderr) else "",
             details=process.tail(done.stderr),
         )

@@ -35,7 +35,14 @@ def settings() -> dict[str, list[str]]:
         ``trusted-host``, ``cert``, ``no-index``); an absent option is absent.
     """
     found: dict[str, list[str]] = {}
-    listing = pip("config", "list").stdout.decode()
+    done = pip("config", "list")
+    if done.returncode:
+        raise StackError(
+            "pip's configuration cannot be read",
+            mend="correct the file that it names, or PIP_CONFIG_FILE",
+            details=process.tail(done.stderr, 2),
+        )
+    listing = done.stdout.decode()
     ranked = {"global": 0, "install": 1, "download": 2, ":env:": 3}
     lines = re.findall(r"^([\w:]+)\.([\w-]+)=(.*)$", listing, re.MULTILINE)
     for section, option, value in sorted(lines, key=lambda x: ranked.get(x[0], -1)):
@@ -125,7 +132,7 @@ def download_sdist(
         resumed = stream.tell() > 0
         _fetch(source.session, link.url_without_fragment, stream, progress)
         if hash_file(part) != sha256 and resumed:
-            stream.truncate(0)
+            _empty(stream)
             _fetch(source.session, link.url_without_fragment, stream, progress)
         actual = hash_file(part)
         if actual != sha256:
@@ -135,12 +142,26 @@ def download_sdist(
     return target
 
 
+def _empty(stream) -> None:
+    stream.seek(0)  # or tell() would still give the old size
+    stream.truncate(0)
+
+
 def _fetch(session: PyPIClient, url: str, stream, progress: Progress) -> None:
-    for attempt in range(1, _ATTEMPTS + 1):
+    attempt, furthest = 0, stream.tell()
+    while True:
         try:
             _fetch_once(session, url, stream, progress)
             return
+        except httpx2.HTTPStatusError as error:
+            raise StackError(
+                f"the package index refuses the download: {error}",
+                mend="check PIP_INDEX_URL, or run it again later",
+            ) from error
         except httpx2.HTTPError as error:
+            # A slow line that breaks often still gets there; a dead one does not.
+            attempt = 1 if stream.tell() > furthest else attempt + 1
+            furthest = max(furthest, stream.tell())
             if attempt == _ATTEMPTS:
                 raise StackError(
                     f"the download broke off {_ATTEMPTS} times: {error}",
@@ -158,10 +179,11 @@ def _fetch_once(session: PyPIClient, url: str, stream, progress: Progress) -> No
             return
         if answer.status_code != 206:
             answer.raise_for_status()
-            stream.truncate(0)
+            if done:
+                _empty(stream)
             done = 0
         total = done + int(answer.headers.get("Content-Length", 0))
-        for block in answer.iter_raw(1 << 18):
+        for block in answer.iter_raw():  # as it comes: what came is kept
             stream.write(block)
             done += len(block)
             progress(done, total)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import patchfile, superproject, trailers
+from . import git, patchfile, superproject, trailers
 from .base import IDENTITY
 from .errors import StackError
 from .patchfile import SERIES, SUFFIX, Patch
@@ -73,6 +73,13 @@ def lint(project: Project, pin: Pin) -> list[Finding]:
     return findings
 
 
+def _files(patch: Patch) -> list[patchfile.FileChange]:
+    try:
+        return patch.files
+    except StackError:
+        return []  # the rule "diff" says why
+
+
 def _message_lines(patch: Patch) -> list[tuple[int, str]]:
     return list(enumerate(patch.message.split("\n"), 1))
 
@@ -82,10 +89,11 @@ def _where(patch: Patch, line: int | None = None) -> str:
     if line is None:
         return str(patch.path)
     head = patch.mail.split(b"\n")
-    subject = next(i for i, x in enumerate(head, 1) if x.startswith(b"Subject: "))
+    lines = enumerate(head, 1)
+    subject = next((i for i, x in lines if x.startswith(b"Subject: ")), 1)
     if line == 1:
         return f"{patch.path}:{subject}"
-    body = next(i for i, x in enumerate(head, 1) if not x)
+    body = next((i for i, x in enumerate(head, 1) if not x), 1)
     return f"{patch.path}:{body + line - 2}"
 
 
@@ -100,8 +108,11 @@ def _gitlink(subject: Subject) -> Iterator[Finding]:
 @_rule("gitmodules", ".gitmodules names the public repository that stack.toml names")
 def _gitmodules(subject: Subject) -> Iterator[Finding]:
     path = subject.project.root / ".gitmodules"
-    parser = configparser.ConfigParser()
-    parser.read(path)
+    parser = configparser.ConfigParser(strict=False)
+    try:
+        parser.read(path, "utf-8")
+    except (configparser.Error, UnicodeDecodeError):
+        parser.clear()
     found = parser.get('submodule "vllm"', "url", fallback=None)
     if found != subject.pin.url:
         yield Finding(
@@ -143,7 +154,7 @@ def _attributes(subject: Subject) -> Iterator[Finding]:
 def _diff(subject: Subject) -> Iterator[Finding]:
     for patch in subject.patches:
         try:
-            assert patch.files
+            _ = patch.files
         except StackError as error:
             yield Finding("diff", str(patch.path), error.message, error.mend)
 
@@ -153,10 +164,9 @@ def _leftovers(subject: Subject) -> Iterator[Finding]:
     for patch in subject.patches:
         if _CONFLICT.search(patch.diff):
             yield Finding("leftovers", str(patch.path), "adds a conflict marker")
-        for name in re.findall(rb"^\+\+\+ b/(.*\.(?:rej|orig))$", patch.diff, re.M):
-            yield Finding(
-                "leftovers", str(patch.path), f"adds {name.decode('utf-8', 'replace')}"
-            )
+        for change in _files(patch):
+            if change.path.endswith((".rej", ".orig")) and change.new != git.NO_BLOB:
+                yield Finding("leftovers", str(patch.path), f"adds {change.path}")
 
 
 @_rule("whitespace", "an added line has no trailing space, nor a new file CRLF")
@@ -223,7 +233,7 @@ def _message(subject: Subject) -> Iterator[Finding]:
                 yield Finding(
                     "message", _where(patch, number), f"{len(line)} columns wide"
                 )
-            if re.match(r"---|diff -|Index: ", line):
+            if re.match(r"---|diff -|Index: |From .*:\d\d", line):
                 yield Finding(
                     "message",
                     _where(patch, number),
@@ -285,10 +295,7 @@ def _dependencies(subject: Subject) -> Iterator[Finding]:
 @_rule("tests", "a patch carries the test files that its Tests trailers name")
 def _tests(subject: Subject) -> Iterator[Finding]:
     for patch in subject.patches:
-        try:
-            changed = {change.path for change in patch.files}
-        except StackError:
-            continue  # the rule "diff" says so
+        changed = {change.path for change in _files(patch)}
         for test in trailers.test_ids(patch.trailers):
             path = test.node.split("::")[0]
             if path not in changed:

@@ -72,9 +72,11 @@ class Patch:
             if not line.startswith(b"diff --git "):
                 continue
             where = f"{self.path}:{first + offset}"
-            changes.append(
-                FileChange(_path(line, where), *_blobs(lines, offset, where))
-            )
+            path, (old, new) = _path(line, where), _blobs(lines, offset, where)
+            if changes and (changes[-1].path, changes[-1].new) == (path, git.NO_BLOB):
+                # A file that becomes a symlink is deleted, then made again.
+                old = changes.pop().old
+            changes.append(FileChange(path, old, new))
         if not changes:
             raise StackError(
                 f"{self.path}: has no diff",
@@ -155,6 +157,21 @@ def _blobs(lines: list[bytes], offset: int, where: str) -> tuple[str, str]:
     )
 
 
+def series_lines(folder: Path) -> list[str]:
+    """The lines of a series.
+
+    Raises:
+        StackError: if they are not text.
+    """
+    path = folder / SERIES
+    try:
+        return path.read_text("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise StackError(
+            f"{path}: is not UTF-8 text", mend=f"git checkout {path}"
+        ) from error
+
+
 def names(folder: Path) -> list[str]:
     """The patch names that a series lists, in order.
 
@@ -169,7 +186,7 @@ def names(folder: Path) -> list[str]:
             code=USAGE,
         )
     found = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(series_lines(folder), 1):
         entry = line.strip()
         if not entry or entry.startswith("#"):
             continue

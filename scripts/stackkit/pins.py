@@ -93,8 +93,15 @@ class Project:
     @property
     def cache(self) -> Path:
         """Archives and check results; safe to delete at any time."""
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return Path(home) / "vllm-mi300x"
+        named = Path(os.environ.get("XDG_CACHE_HOME") or "")
+        try:
+            home = named if named.is_absolute() else Path.home() / ".cache"
+        except RuntimeError as error:  # a user without a name and without HOME
+            raise StackError(
+                "there is no home directory to keep the cache in",
+                mend="set XDG_CACHE_HOME to the absolute path of a folder",
+            ) from error
+        return home / "vllm-mi300x"
 
 
 def find_project(start: Path) -> Project:
@@ -159,6 +166,8 @@ def _pin(release: str, table: _Table) -> Pin:
     )
     for part in (sdist, toolchain, table):
         part.done()
+    if pin.tag != release:
+        raise table.error(f"tag is {pin.tag!r}, not the release's name {release!r}")
     return pin
 
 

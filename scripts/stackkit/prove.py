@@ -25,6 +25,8 @@ from .errors import StackError
 from .pins import Pin, Project
 from .report import Progress, Step
 
+SLOTS = ".prove"
+
 _SCHEMA = 1
 _ASSERTIONS = ("AssertionError", "Failed")  # Failed: pytest.fail and DID NOT RAISE
 
@@ -81,12 +83,13 @@ def prove(
     Raises:
         StackError: if the stack does not apply.
     """
-    folder = project.build / ".prove"
+    folder = project.build / SLOTS
     with worktree.lock(project, lambda: step("waiting for another run")):
         tree = worktree.Tree(project, pin)
         tree.ensure_base(None, progress)
         patches = patchfile.load(project.patches(pin))
         wanted = [patchfile.find(patches, name) for name in names] or patches
+        _require_tests(wanted)
         commits = apply.known_commits(tree, patches)
         plans = _plans(tree, commits)
         folder.mkdir(exist_ok=True)
@@ -100,6 +103,16 @@ def prove(
                 for patch in wanted
             ]
             return [future.result() for future in futures]
+
+
+def _require_tests(patches: list[patchfile.Patch]) -> None:
+    # A Tests trailer that cannot be read must not count as one that was proven.
+    for patch in patches:
+        if not trailers.tests_are_declared(patch.trailers):
+            raise StackError(
+                f"{patch.path}: a Tests trailer is missing or malformed",
+                mend="scripts/stack lint says what its form is",
+            )
 
 
 @dataclass(frozen=True)
@@ -134,9 +147,8 @@ def _prove_one(
         reason = patch.trailer("Tests").removeprefix("none: ")
         return Proof(patch.name, plan.red_tree, plan.green_tree, (), reason, False)
     kept = _cache_file(tree.project, plan, tests)
-    if kept.is_file():
-        found = json.loads(kept.read_text())
-        decided = tuple(TestProof(**test) for test in found["tests"])
+    decided = _read(kept)
+    if decided:
         step(f"{patch.name}: cached")
         return Proof(
             patch.name, plan.red_tree, plan.green_tree, decided, "", cached=True
@@ -172,6 +184,15 @@ def _cache_file(project: Project, plan: _Plan, tests: list[trailers.TestId]) -> 
     return project.cache / "prove" / f"{name}.json"
 
 
+def _read(path: Path) -> tuple[TestProof, ...]:
+    """What :func:`_write` left at ``path``; nothing, if it is absent or damaged."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        return tuple(TestProof(**test) for test in found["tests"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return ()
+
+
 def _write(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as stream:
@@ -186,13 +207,24 @@ def check_out(tree: worktree.Tree, tree_id: str, slot: Path) -> None:
     slot.mkdir(exist_ok=True)
     work = git.Repository(tree.repository.git_dir, slot)
     environment = {"GIT_INDEX_FILE": os.fspath(index)}
+    before = work.entries(index=index) if index.is_file() else {}
     work.run("read-tree", "--reset", "-u", tree_id, env=environment)
-    changed = work.run("diff-files", "--name-only", env=environment)
-    stray = work.run("ls-files", "--others", "--exclude-standard", env=environment)
+    changed = work.run("diff-files", "--name-only", "-z", env=environment)
+    # Ignored files too: what one run leaves must not help the next one.
+    others = work.run("ls-files", "--others", "-z", env=environment).split(b"\0")
+    stray = [path for path in others if path and b"__pycache__/" not in path]
     if changed or stray:  # a killed run or a test left something
         shutil.rmtree(slot)
         index.unlink()
         check_out(tree, tree_id, slot)
+        return
+    # Python tells stale byte code by the second and the size of the source, and two
+    # versions of a file can agree in both.
+    after = work.entries(index=index)
+    for path in map(Path, before.keys() | after.keys()):
+        if before.get(str(path)) != after.get(str(path)) and path.suffix == ".py":
+            for cached in (slot / path.parent).glob(f"__pycache__/{path.stem}.*.pyc"):
+                cached.unlink()
 
 
 def _run(
@@ -257,7 +289,8 @@ def _judge_red(test: trailers.TestId, report: dict[str, Any]) -> tuple[str, bool
     bad = [item for item in items if item["outcome"] in ("failed", "error")]
     for item in bad:
         names = {name.rsplit(".", 1)[-1] for name in item["mro"]}
-        if item["phase"] != "call" or not names & set(allowed):
+        broken = names & set(trailers.PROVES_NOTHING)
+        if item["phase"] != "call" or broken or not names & set(allowed):
             what = f"{item['exception']} in {item['phase']}: {item['message']}"
             return f"fails for another reason: {what}", False
     skipped = [item for item in items if item["outcome"] == "skipped"]

@@ -33,14 +33,16 @@ def check_gitlink(project: Project, pin: Pin) -> None:
     Raises:
         StackError: if they do not.
     """
+    if pin.release != project.default_release or repository(project) is None:
+        return
     linked = gitlink(project)
-    if pin.release != project.default_release or linked in (None, pin.commit):
+    if linked == pin.commit:
         return
     raise StackError(
         f"stack.toml pins {pin.tag} at commit {pin.commit}, but the submodule entry "
-        f"of vllm is {linked}",
+        f"of vllm is {linked or 'missing'}",
         mend="git diff stack.toml shows what was edited; the submodule entry is set "
-        f"with: git update-index --cacheinfo 160000,{pin.commit},vllm",
+        f"with: git update-index --add --cacheinfo 160000,{pin.commit},vllm",
     )
 
 

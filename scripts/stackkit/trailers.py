@@ -48,8 +48,9 @@ class TestId:
 
 
 _TEST = re.compile(r"(tests/[\w./-]+\.py(?:::\w+)*(?:\[[^\]]+\])?)(?: raises (\w+))?")
-# An import error is what a broken test looks like, so it proves nothing.
-_PROVES_NOTHING = ("ImportError", "ModuleNotFoundError", "SyntaxError")
+# What a broken test raises, and what is raised by anything, proves nothing.
+PROVES_NOTHING = ("ImportError", "ModuleNotFoundError", "SyntaxError")
+_TOO_WIDE = ("Exception", "BaseException", "object")
 
 
 def _matches(pattern: str) -> Callable[[str], bool]:
@@ -65,7 +66,7 @@ def _tests(value: str) -> bool:
     if re.fullmatch(r"none: \S.*", value):
         return True
     found = _TEST.fullmatch(value)
-    return found is not None and found[2] not in _PROVES_NOTHING
+    return found is not None and found[2] not in (*PROVES_NOTHING, *_TOO_WIDE)
 
 
 _STATUS = "|".join(
@@ -184,6 +185,12 @@ def test_ids(found: list[Trailer]) -> list[TestId]:
         if match:
             ids.append(TestId(match[1], match[2] or ""))
     return ids
+
+
+def tests_are_declared(found: list[Trailer]) -> bool:
+    """Whether there are Tests trailers, and all are well-formed."""
+    declared = values(found, "Tests")
+    return bool(declared) and all(map(_tests, declared))
 
 
 def depends_on(found: list[Trailer]) -> list[str]:

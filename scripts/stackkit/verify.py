@@ -114,7 +114,7 @@ def _parses(tree: worktree.Tree, commits: list[apply.Applied]) -> str:
                 source = tree.repository.read(change.new)
                 try:
                     ast.parse(source, change.path)
-                except SyntaxError as error:
+                except (SyntaxError, ValueError) as error:  # ValueError: a null byte
                     raise StackError(f"{applied.patch.path}: {error}") from error
                 count += 1
     return f"{count} Python files"
