@@ -7,7 +7,7 @@ are usable without pytest:
 - `platforms`: the table of platforms and ``use(name)``, which pretends one.
 - `derived`: module constants that vLLM computed from the platform.
 - `state`: the platform state as a snapshot that can be compared and restored.
-- `aiter`: stand-ins for the AITER package.
+- `aiter` and `fake_amdsmi`: stand-ins for these packages.
 - `triton_interpreter`: bfloat16 and FP8 as the hardware does them.
 - `report`: the machine-readable report of a test session.
 """

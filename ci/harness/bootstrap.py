@@ -76,8 +76,13 @@ class _PlatformsFinder(importlib.abc.MetaPathFinder):
         return exec_module
 
 
-def install() -> None:
-    """Puts the process into the base state. Idempotent.
+def install(hide_gpus: bool = True) -> None:
+    """Puts the process into the base state. Idempotent: the first call decides.
+
+    Args:
+        hide_gpus: whether the box's own GPUs are hidden. A process that runs
+            kernels on an NVIDIA GPU keeps them; vLLM's platform is the CPU all
+            the same, because its CUDA platform needs the compiled extensions.
 
     Raises:
         HarnessError: vLLM is imported already, so it is too late.
@@ -86,10 +91,11 @@ def install() -> None:
         return
     if "vllm" in sys.modules:
         raise HarnessError("vllm was imported before the harness was installed")
-    # vLLM replaces Triton by placeholders unless exactly one driver is active,
-    # or none is and this variable is empty. It also hides the box's own GPUs.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ.pop("HIP_VISIBLE_DEVICES", None)
+    if hide_gpus:
+        # vLLM replaces Triton by placeholders unless exactly one driver is
+        # active, or none is and this variable is empty.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ.pop("HIP_VISIBLE_DEVICES", None)
     sys.modules["amdsmi"] = fake_amdsmi
     if importlib.util.find_spec("aiter") is not None:
         # A real AITER would make the results depend on the box.

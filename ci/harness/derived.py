@@ -70,7 +70,8 @@ class Plan:
     names: frozenset[str]
 
 
-#: Plans in an order in which they can be computed (a module after its imports).
+#: Plans by the id of their module, which they keep alive, in an order in which
+#: they can be computed: a module after its imports.
 _plans: dict[int, Plan] = {}
 
 
@@ -130,7 +131,7 @@ def _analyze(module: ModuleType | None) -> frozenset[str]:
     if module is None:
         return frozenset()
     known = _plans.get(id(module))
-    if known is not None and known.module is module:
+    if known is not None:
         return known.names
     # Entered first, empty, so that an import cycle ends.
     _plans[id(module)] = Plan(module, (), frozenset())

@@ -15,12 +15,17 @@ from typing import Any
 
 import pytest
 
-from . import bootstrap, platforms, report, state, triton_interpreter
+from . import bootstrap, platforms, report, state
 
 # At import, and not in a hook: test files and other plugins import vLLM early.
 bootstrap.install()
-if os.environ.get("TRITON_INTERPRET") == "1":
-    triton_interpreter.install()
+if "TRITON_INTERPRET" in os.environ:
+    import triton
+
+    if triton.knobs.runtime.interpret:  # Triton decides which values mean yes
+        from . import triton_interpreter
+
+        triton_interpreter.install()
 
 #: How many changes an error names.
 _SHOWN = 12

@@ -46,7 +46,7 @@ class Slot(NamedTuple):
                 return os.environ.get(self.name, MISSING)
             case "module":
                 return sys.modules.get(self.name, MISSING)
-        owner = self._owner()
+        owner = self.holder()
         return MISSING if owner is None else vars(owner).get(self.name, MISSING)
 
     def write(self, value: Any) -> None:
@@ -58,7 +58,7 @@ class Slot(NamedTuple):
             else:
                 table[self.name] = value  # type: ignore[index]
             return
-        owner = self._owner()
+        owner = self.holder()
         if owner is None:
             return
         if value is not MISSING:
@@ -66,7 +66,8 @@ class Slot(NamedTuple):
         elif self.name in vars(owner):
             delattr(owner, self.name)
 
-    def _owner(self) -> Any:
+    def holder(self) -> Any:
+        """The module, class or object; None if it is not loaded."""
         module, _, cls = self.owner.partition(":")
         owner = sys.modules.get(module)
         return getattr(owner, cls, None) if cls and owner is not None else owner
@@ -162,9 +163,10 @@ def refresh_aiter_flags() -> None:
 def _slots() -> Iterator[Slot]:
     yield Slot("global", fake_amdsmi.__name__, "ASIC")
     yield Slot("global", aiter.__name__, "TREE")
-    yield Slot("global", "torch.version", "hip")
-    # `Tensor.is_cpu` is replaced by tests of code that insists on a GPU.
-    yield Slot("class", "torch:Tensor", "is_cpu")
+    if "torch" in sys.modules:
+        yield Slot("global", "torch.version", "hip")
+        # `Tensor.is_cpu` is replaced by tests of code that insists on a GPU.
+        yield Slot("class", "torch:Tensor", "is_cpu")
     for name in os.environ:
         if name.startswith("VLLM_ROCM_") or name.endswith("_VISIBLE_DEVICES"):
             yield Slot("env", "", name)
@@ -191,7 +193,7 @@ def _slots() -> Iterator[Slot]:
 
 def _members(kind: str, owner: str) -> Iterator[Slot]:
     """All names of a module, class or object; its methods are state, too."""
-    members = Slot(kind, owner, "")._owner()
+    members = Slot(kind, owner, "").holder()
     for name in list(vars(members)) if members is not None else []:
         if not name.startswith("__"):
             yield Slot(kind, owner, name)

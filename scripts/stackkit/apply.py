@@ -174,6 +174,20 @@ def apply(
     return planned.result(tree, source, backup)
 
 
+def tree_of(project: Project, pin: Pin, progress: Progress) -> tuple[str, int]:
+    """The tree id that the patch files give, and their number; changes nothing.
+
+    Raises:
+        StackError: if the base cannot be had, or a patch does not apply exactly.
+    """
+    superproject.check_gitlink(project, pin)
+    patches = patchfile.load(project.patches(pin))
+    tree = Tree(project, pin)
+    with tree.rehearsal(None, progress):
+        commits = known_commits(tree, patches)
+    return (commits[-1].tree if commits else pin.tree), len(commits)
+
+
 @dataclass(frozen=True)
 class _Plan:
     commits: list[Applied]

@@ -57,8 +57,8 @@ def require_no_work(project: Project) -> None:
 def _work(tree: Tree) -> tuple[str, ...]:
     repository, state = tree.repository, tree.state()
     # Other branches, a detached HEAD, tags and stashes, too.
-    head = ["HEAD"] if repository.resolve("HEAD") else []
-    everywhere = (*head, "--branches", "--tags", "--glob=refs/stash")
+    places = [ref for ref in ("HEAD", "refs/stash") if repository.resolve(ref)]
+    everywhere = (*places, "--branches", "--tags")
     known = [ref for ref in (BASE, APPLIED) if repository.resolve(ref)]
     listed = repository.text("rev-list", *everywhere, "--not", *known)
     told = {commit.id for commit in (*state.unexported, *state.removed)}

@@ -36,6 +36,7 @@ from . import status as status_module
 from . import suite as suite_module
 from . import verify as verify_module
 from .apply import apply as apply_stack
+from .apply import tree_of
 from .errors import FOUND_PROBLEMS, StackError
 
 SCHEMA = 1
@@ -175,11 +176,13 @@ def verb(function: Callable[..., None]) -> click.Command:
 def _os_error(error: OSError) -> StackError:
     path = error.filename if error.filename is not None else "?"
     why = (error.strerror or str(error)).lower()
-    return StackError(
-        f"{os.fsdecode(path)}: {why}",
-        mend="the checkout and the cache must be writable and have room; clone the "
-        "project to such a place, or set XDG_CACHE_HOME for the cache",
+    mend = (
+        "the checkout and the cache must be writable and have room; clone the project "
+        "to such a place, or set XDG_CACHE_HOME for the cache"
     )
+    if isinstance(error, FileNotFoundError):
+        mend = "git status shows whether the checkout lacks it"
+    return StackError(f"{os.fsdecode(path)}: {why}", mend=mend)
 
 
 dry_run_option = click.option(
@@ -504,20 +507,10 @@ def show(session: Session, patch: str) -> None:
 def version(session: Session) -> None:
     """Print the PEP 440 version of a build of this stack."""
     with session.lock(reading=True):
-        result = apply_stack(
-            session.project,
-            session.pin,
-            option=None,
-            discard=False,
-            dry_run=True,
-            progress=session.download,
-            step=session.step,
-        )
-    text = status_module.version(
-        session.project, session.pin, result.tree_id, len(result.commits)
-    )
+        tree, count = tree_of(session.project, session.pin, session.download)
+    text = status_module.version(session.project, session.pin, tree, count)
     session.say(text)
-    session.answer({"version": text, "tree": result.tree_id})
+    session.answer({"version": text, "tree": tree})
 
 
 @verb

@@ -165,7 +165,7 @@ def series_lines(folder: Path) -> list[str]:
     """
     path = folder / SERIES
     try:
-        return path.read_text("utf-8").splitlines()
+        return path.read_text("utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise StackError(
             f"{path}: is not UTF-8 text", mend=f"git checkout {path}"

@@ -19,8 +19,10 @@ def module(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["vllm"], "__path__", [*vllm_path(), str(tmp_path)])
 
     def load(name, source):
-        tmp_path.joinpath(f"{name}.py").write_text(textwrap.dedent(source))
-        full = f"vllm.{name}"
+        path = tmp_path.joinpath(f"{name}.py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        full = f"vllm.{name.replace('/', '.').removesuffix('.__init__')}"
         monkeypatch.setitem(sys.modules, full, None)  # gone after the test
         monkeypatch.delitem(sys.modules, full)
         importlib.invalidate_caches()
@@ -68,6 +70,8 @@ def test_assignments_follow(module):
         assert probe.INFO.max == 240 and probe.PAIR == (FNUZ, 1)
         assert probe.KEY == probe.Key(FNUZ) and probe.SECOND == FNUZ
         assert probe.COLOR is probe.Color.RED and probe.FIXED == FN
+    with use("cuda"):  # equal values are not replaced
+        assert all(getattr(probe, name) == before[name] for name in names)
     assert all(getattr(probe, name) is before[name] for name in names)
 
 
@@ -88,6 +92,23 @@ def test_copies_of_copies_follow(module):
     assert four.LONG == "torch.float8_e4m3fn" * 2
 
 
+def test_relative_imports_follow(module):
+    package = module("package/__init__", "NAME = 'package'")
+    module(
+        "package/base",
+        """
+        from vllm.platforms import current_platform
+        DTYPE = current_platform.fp8_dtype()
+        """,
+    )
+    sibling = module("package/sibling", "from .base import DTYPE")
+    parent = module("package/parent", "from ..package.base import DTYPE")
+    del sys.modules["vllm.package"]
+    package = module("package/__init__", "from .base import DTYPE")
+    with use("gfx942"):
+        assert (sibling.DTYPE, parent.DTYPE, package.DTYPE) == (FNUZ, FNUZ, FNUZ)
+
+
 def test_branches_follow(module):
     probe = module(
         "probe",
@@ -103,6 +124,7 @@ def test_branches_follow(module):
             else:
                 GPU = "other"
         elif current_platform.is_cuda():
+            pass
             HERE = False
             KIND = "cuda"
         else:
@@ -120,6 +142,8 @@ def test_branches_follow(module):
         assert (probe.HERE, probe.KIND) == (False, "cuda")
     assert (probe.HERE, probe.KIND) == (None, "none")
     assert not hasattr(probe, "GPU") and not hasattr(probe, "on_gfx950")
+    (plan,) = [plan for plan in derived.plans() if plan.module is probe]
+    assert derived.branches(plan) == {}  # all of it is followed
 
 
 OPAQUE = """
@@ -131,11 +155,14 @@ OPAQUE = """
 
         FLAG = True
         WHERE = system.maxsize
+        THERE = 1
         if current_platform.is_fp8_fnuz():
             def function(): return "fnuz"
             INSIDE = function()
     else:
+        system = 0
         WHERE = 0
+        THERE = system
 """
 
 
@@ -144,7 +171,10 @@ def test_what_a_left_out_statement_defines_is_not_used(module):
     with use("gfx942"):
         assert probe.FLAG is True
         assert probe.WHERE == 0  # `system` was not imported here
+        assert probe.THERE == 1  # but what is left out there matters only there
         assert not hasattr(probe, "INSIDE")
+        with use("cuda"):
+            assert probe.THERE == 0
     assert probe.FLAG is False
 
 
@@ -153,9 +183,9 @@ def test_opaque_branches(module):
     (plan,) = [plan for plan in derived.plans() if plan.module is probe]
     assert derived.branches(plan) == {5: False}
     with use("gfx950"):
-        assert derived.branches(plan) == {5: True, 10: False}
+        assert derived.branches(plan) == {5: True, 11: False}
     with use("gfx942"):
-        assert derived.branches(plan) == {5: True, 10: True}
+        assert derived.branches(plan) == {5: True, 11: True}
 
 
 def test_mutable_values_stay(module):
@@ -180,7 +210,9 @@ def test_a_constant_that_cannot_be_computed_is_an_error(module):
         """,
     )
     before = state.capture()
-    with pytest.raises(HarnessError, match="vllm.probe line 3: cannot compute .*no_su"):
+    with pytest.raises(
+        HarnessError, match="vllm.probe line 3: cannot compute .*NoneType"
+    ):
         use("gfx942").__enter__()
     assert state.capture() == before
 

@@ -64,6 +64,21 @@ def test_base_state():
     assert find_spec("aiter") is None and not aiter_ops.IS_AITER_FOUND
 
 
+def test_install_is_idempotent_and_must_come_first(monkeypatch):
+    finders = list(sys.meta_path)
+    bootstrap.install()
+    assert sys.meta_path == finders
+    monkeypatch.setattr(sys, "meta_path", [])
+    with pytest.raises(HarnessError, match="vllm was imported before the harness"):
+        bootstrap.install()
+
+
+def test_another_platform_detection_is_refused_by_name():
+    load = bootstrap._PlatformsFinder._then_replace(lambda module: None)
+    with pytest.raises(HarnessError, match="builtin_platform_plugins is not a dict"):
+        load(ModuleType("vllm.platforms"))
+
+
 def test_a_version_file_of_the_tree_comes_first(tmp_path):
     package = tmp_path / "vllm"
     package.mkdir()
@@ -205,6 +220,27 @@ def test_a_forgotten_use_does_not_restore_later():
         assert rocm.on_gfx942()
 
 
+def test_a_state_of_before_vllm_was_loaded_is_restored():
+    before = state.capture()
+    values = before.values.items()
+    cold = state.Snapshot(
+        {slot: value for slot, value in values if not slot.owner.startswith("vllm")},
+        None,
+    )
+    use("gfx942", aiter={"mla": {}}).__enter__()
+    rocm_aiter_ops._MHA_ENABLED = None
+    changed = {str(change.slot) for change in state.restore(cold)}
+    assert state.capture() == before
+    assert {
+        "vllm.platforms.current_platform",
+        "vllm.platforms.rocm._ON_GFX942",
+        "vllm._aiter_ops.current_platform",
+        "vllm._aiter_ops.FP8_DTYPE",
+        "vllm._aiter_ops.rocm_aiter_ops._MHA_ENABLED",
+        "os.environ['VLLM_ROCM_USE_AITER']",
+    } <= changed
+
+
 def test_unknown_platform():
     with pytest.raises(HarnessError, match="no platform 'gfx999'; there are cpu, gfx9"):
         use("gfx999")
@@ -244,6 +280,12 @@ def test_another_branch_at_import_is_an_error(unloaded):
     with pytest.raises(HarnessError, match=message), use("gfx942"):
         importlib.import_module(INT8_UTILS)
     assert type(sys.modules[INT8_UTILS].current_platform) is CpuPlatform
+
+
+def test_another_branch_at_import_does_not_hide_an_error(unloaded):
+    with pytest.raises(ZeroDivisionError), use("gfx942"):
+        importlib.import_module(INT8_UTILS)
+        raise ZeroDivisionError
 
 
 def test_the_same_branch_at_import_is_none(unloaded):

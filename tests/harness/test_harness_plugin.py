@@ -165,6 +165,42 @@ def test_what_is_undone_in_time_is_no_leak(pytester):
     result.assert_outcomes(passed=7)
 
 
+def test_vllm_first_imported_by_a_test(pytester):
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_nothing_is_imported_yet():
+            assert not {"torch", "vllm"} & set(sys.modules)
+
+        def test_inside(fake_platform):
+            assert fake_platform("gfx942").is_fp8_fnuz()
+            from vllm.platforms.rocm import on_gfx942
+            assert on_gfx942()
+
+        def test_after():
+            import torch
+            from vllm.platforms import current_platform, rocm
+            assert current_platform.is_cpu() and not rocm.on_gfx942()
+            assert torch.version.hip is None
+
+        def test_leak():
+            import vllm.platforms
+            import vllm.v1.attention.ops.triton_merge_attn_states as module
+            module.current_platform = None
+            module.float8_info = None
+        """
+    )
+    result = pytester.runpytest_subprocess(*PLUGIN)
+    result.assert_outcomes(passed=4, errors=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*triton_merge_attn_states.current_platform: was <vllm.pl*, is None",
+            "*triton_merge_attn_states.float8_info: was finfo(*, is None",
+        ]
+    )
+
+
 OUTCOMES = """
     import pytest
 

@@ -46,8 +46,10 @@ def _made(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def fresh(_made, tmp_path) -> Lab:
-    """A project nobody has applied yet: five patches, no cache."""
-    return _copy(_made / "whole", tmp_path)
+    """A project nobody has applied yet: five patches; its archive is in the cache."""
+    made = _copy(_made / "whole", tmp_path)
+    made.fill_cache()
+    return made
 
 
 @pytest.fixture

@@ -57,8 +57,7 @@ def git(where: Path, *arguments: str, stdin: bytes | None = None, **env: str) ->
     done = subprocess.run(
         ["git", "-C", where, *arguments],
         input=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         env={
             **clean,
             "GIT_CONFIG_GLOBAL": os.devnull,
@@ -159,7 +158,8 @@ def edit_names(tree: Path) -> None:
 
 def edit_more(tree: Path) -> None:
     text = (tree / "vllm/alpha.py").read_text()
-    put(tree, "vllm/alpha.py", text.replace("y + 1\n\n\ndef f4", "y + 1  # f3\n\n\ndef f4"))
+    end = "\n\n\ndef f4"
+    put(tree, "vllm/alpha.py", text.replace(f"y + 1{end}", f"y + 1  # f3{end}"))
     beta = (tree / "vllm/beta.py").read_text()
     put(tree, "vllm/beta.py", beta.replace("B38 = 38\n", "B38 = 3838\n"))
 
@@ -367,6 +367,7 @@ class Lab:
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": str(self.sdist.parent),
+            "PYTHONUTF8": "1",  # saves the tool a second start
         }
 
     def git(self, *arguments: str, **kwargs) -> str:
@@ -412,8 +413,7 @@ class Lab:
             [*prefix, sys.executable, STACK, verb, *rest],
             env={k: v for k, v in merged.items() if v is not None},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             **options,
         )
         out = done.stdout.decode("utf-8", "backslashreplace")

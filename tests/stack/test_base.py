@@ -27,6 +27,13 @@ from lab import (
 from stackkit import index
 
 
+@pytest.fixture
+def fresh(fresh):
+    """Here the cache starts empty."""
+    shutil.rmtree(fresh.cache)
+    return fresh
+
+
 def _pinned_tree(lab) -> str:
     return git(lab.clone, "rev-parse", "HEAD^{tree}")
 
@@ -222,7 +229,10 @@ def test_what_is_no_base_is_a_sentence(fresh, what):
     mentions(result, str(path), "mend:")
 
 
-@pytest.mark.parametrize("name", ["../escape.py", "/etc/escape.py", "a\nb.py", ".git/x"])
+ESCAPES = ["../escape.py", "/etc/escape.py", "a\nb.py", ".git/x"]
+
+
+@pytest.mark.parametrize("name", ESCAPES)
 def test_archive_that_would_escape_is_refused(fresh, name):
     files = {**members(fresh.clone), name: ("100644", b"bad\n")}
     path = archive(fresh.folder / "bad.tar.gz", files, "top")
@@ -444,6 +454,7 @@ def test_no_network_and_no_cache_is_a_sentence(fresh, verb):
 
 
 def test_cache_that_cannot_be_written_is_a_sentence(fresh):
+    fresh.cache.parent.rmdir()
     put(fresh.folder, "cache", "a file, not a folder\n")
     result = fresh.run("apply")
     assert result.code == 1

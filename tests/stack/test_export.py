@@ -211,7 +211,7 @@ MESSAGES = {
     "Index": _body("Index: vllm/x.py"),
     "file names": _body("--- a/x.py\n+++ b/x.py"),
     "mailbox": _body(f"From {'1' * 40} Mon Sep 17 00:00:00 2001"),
-    "From: first": message("core-new", body="From: A Person <a@person.example>\n\nWhy."),
+    "From: first": message("core-new", body="From: A <a@person.example>\n\nWhy."),
     "Date: first": message("core-new", body="Date: 2001-01-01\n\nWhy."),
     "Subject: first": message("core-new", body="Subject: another\n\nWhy."),
     "scissors": _body("-- >8 --"),
@@ -223,7 +223,7 @@ MESSAGES = {
     "leading space": message("core-new", " Add x"),
     "trailing space": message("core-new", "Add x "),
     "tab": message("core-new", "Add\tx"),
-    "non-ASCII": message("core-new", "[Bugfix] Na\u00efve \u2014 \u6f22", body="M\u00fc."),
+    "non-ASCII": message("core-new", "[Bugfix] Na\u00efve \u6f22", body="M\u00fc."),
     "non-ASCII long": message("core-new", "[Bugfix] " + "\u6f22\u5b57 " * 60),
     "long": message("core-new", "[Bugfix] " + "word " * 90 + "end"),
     "long word": message("core-new", "[Bugfix] " + "w" * 1200),
@@ -362,21 +362,28 @@ def _rename(tree):
     (tree / "vllm/beta.py").rename(tree / "vllm/gamma.py")
 
 
+def _to_folder(tree):
+    (tree / "docs/crlf.md").unlink()
+    put(tree, "docs/crlf.md/x", "x\n")
+
+
+# One commit each, in this order.
 FILES = {
     "CRLF": lambda tree: put(tree, "docs/crlf.md", b"1\r\n2\n3\r\n\r\n"),
+    "file to folder": _to_folder,
     "binary": lambda tree: put(tree, "assets/logo.bin", bytes(range(256)) * 9),
     "new binary": lambda tree: put(tree, "assets/new.bin", b"\0\1\2" * 1000),
+    "delete binary": lambda tree: (tree / "assets/logo.bin").unlink(),
     "rename": _rename,
+    "delete": lambda tree: (tree / "vllm/old.py").unlink(),
     "mode and content": lambda tree: put(tree, "README.md", "#!/bin/sh\n", "100755"),
-    "new symlink": lambda tree: put(tree, "vllm/l.py", "beta.py", "120000"),
+    "no newline": lambda tree: put(tree, "README.md", "# no newline", "100755"),
     "file to symlink": lambda tree: put(tree, "README.md", "vllm", "120000"),
     "symlink to file": lambda tree: put(tree, "link.py", "x = 1\n"),
-    "delete": lambda tree: (tree / "vllm/beta.py").unlink(),
-    "delete binary": lambda tree: (tree / "assets/logo.bin").unlink(),
-    "no newline": lambda tree: put(tree, "README.md", "# no newline"),
+    "new symlink": lambda tree: put(tree, "vllm/l.py", "beta.py", "120000"),
     "newline added": lambda tree: put(tree, "docs/no_end.txt", "first\nlast\n"),
     "empty file": lambda tree: put(tree, "vllm/empty.py", ""),
-    "emptied": lambda tree: put(tree, "README.md", ""),
+    "emptied": lambda tree: put(tree, "docs/no_end.txt", ""),
     "space": lambda tree: put(tree, "docs/a b  c.md", "x\n"),
     "non-ASCII": lambda tree: put(tree, "docs/\u6f22\u5b57 \u00e9.md", "x\n"),
     "b slash": lambda tree: put(tree, "a/x b/a/x b/y", "x\n"),
@@ -389,33 +396,25 @@ FILES = {
     "carriage returns alone": lambda tree: put(tree, "x.txt", b"a\rb\rc\n\r\n"),
     "no UTF-8": lambda tree: put(tree, "x.txt", b"\xff\xfe latin \xe9\n"),
     "trailing spaces": lambda tree: put(tree, "x.txt", b"a  \n\n\n \n\t\n"),
-    "file to folder": lambda tree: (
-        (tree / "README.md").unlink(), put(tree, "README.md/x", "x\n")
-    ),
-}  # fmt: skip
+}
 
 
 def test_file_of_every_kind_comes_back_from_its_patch(lab):
-    """All in one stack, one patch each; git am is the oracle."""
+    """One commit each; git am is the oracle."""
     lab.git("reset", "-q", "--hard", "refs/stack/base")
-    lab.ok("export")
-    assert lab.series() == []
-    trees = []
     for number, (kind, make) in enumerate(FILES.items()):
-        lab.git("checkout", "-q", "-B", "stack", "refs/stack/base")
         make(lab.tree)
         assert _adopt(lab, f"kind-{number}", message(f"kind-{number}", kind)).code == 0
-        trees.append((kind, lab.git("rev-parse", "HEAD^{tree}")))
-        lab.ok("export")
-        assert lab.git("rev-parse", "HEAD^{tree}") == trees[-1][1], kind
-        put(lab.folder / "kept", f"{number}.patch",
-            (lab.patches / f"kind-{number}.patch").read_bytes())  # fmt: skip
+    trees = lab.git("log", "--reverse", "--format=%T", "refs/stack/base..HEAD").split()
+    assert len(trees) == len(FILES)
+    lab.ok("export")
+    again = lab.git("log", "--reverse", "--format=%T", "refs/stack/base..HEAD").split()
+    assert again == trees
     work = lab.folder / "oracle"
     git(lab.folder, "clone", "-q", str(lab.clone), "oracle")
-    for number, (kind, tree) in enumerate(trees):
-        git(work, "reset", "-q", "--hard", RELEASE)
-        patch = lab.folder / "kept" / f"{number}.patch"
-        git(work, "am", "-q", "-k", "--keep-cr", "--whitespace=nowarn", str(patch))
+    for name, tree, kind in zip(lab.series(), trees, FILES, strict=True):
+        git(work, "am", "-q", "-k", "--keep-cr", "--whitespace=nowarn",
+            str(lab.patches / name))  # fmt: skip
         assert git(work, "rev-parse", "HEAD^{tree}") == tree, kind
 
 
@@ -436,7 +435,7 @@ def test_author_of_another_name_comes_back(lab):
     result = lab.run("export")
     if result.code == 0:
         author = lab.git("log", "-1", "--format=%an <%ae>")
-        assert author == "J\u00f6rg \"J.\" O'Neil, Jr. <jo+x@person.example>"
+        assert author == 'J\u00f6rg "J." O\'Neil, Jr. <jo+x@person.example>'
     else:
         mentions(result, lab.head()[:12], "author", "mend:")
 

@@ -50,8 +50,8 @@ CONFIG = {
     "fileMode": "[core]\n\tfileMode = false\n\tsymlinks = false\n",
     "ignoreCase": "[core]\n\tprecomposeUnicode = true\n\tprotectNTFS = true\n",
     "sparse": "[core]\n\tsparseCheckout = true\n\tsparseCheckoutCone = true\n",
-    "index": "[core]\n\tsplitIndex = true\n\tuntrackedCache = true\n\tfsmonitor = true\n"
-    "[index]\n\tversion = 4\n\tsparse = true\n[feature]\n\tmanyFiles = true\n",
+    "index": "[core]\n\tsplitIndex = true\n\tuntrackedCache = true\n"
+    "\tfsmonitor = true\n[index]\n\tversion = 4\n\tsparse = true\n[feature]\n\tmanyFiles = true\n",
     "bigFile": "[core]\n\tbigFileThreshold = 1\n\tcompression = 0\n",
     "excludes": "[core]\n\texcludesFile = {folder}/ignore\n"
     "\tattributesFile = {folder}/attributes\n[status]\n\tshowUntrackedFiles = no\n"
@@ -59,7 +59,8 @@ CONFIG = {
     "hooks": "[core]\n\thooksPath = {folder}/hooks\n[init]\n\ttemplateDir = "
     "{folder}/template\n\tdefaultBranch = odd\n\tdefaultObjectFormat = sha256\n",
     "logs": "[core]\n\tlogAllRefUpdates = always\n[log]\n\tshowSignature = true\n"
-    "\tmailmap = true\n\tdate = relative\n[gc]\n\tauto = 1\n[maintenance]\n\tauto = true\n",
+    "\tmailmap = true\n\tdate = relative\n[gc]\n\tauto = 1\n"
+    "[maintenance]\n\tauto = true\n",
     "safe": "[safe]\n\tdirectory = \n\tbareRepository = explicit\n"
     "[protocol]\n\tallow = never\n[user]\n\tuseConfigOnly = true\n",
     "filter": '[filter "x"]\n\tclean = /bin/false\n\tsmudge = /bin/false\n'

@@ -1,20 +1,26 @@
 """A verb that is killed at any point and run again ends as an undisturbed one.
 
-The tool runs in a fork of the test process and is killed with SIGKILL just before
-its N-th effect on the outside: a process start, or a change in the file system.
-Killing before each effect covers every state that it can leave behind, except what
-git leaves when it is killed itself; that is tested apart.
+The tool runs in a fork of the test process.  Just before each of its effects on the
+outside (a process start, a change in the file system) the disk is as SIGKILL would
+leave it there; each different state is kept, the tool is run again on it, and the end
+is compared with an undisturbed run.  What git leaves when it is killed itself is
+tested apart.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 from lab import (
@@ -29,7 +35,7 @@ from lab import (
     replace,
     snapshot,
 )
-from stackkit import cli, process
+from stackkit import cli, export, pins, process, worktree
 
 EFFECTS = ("subprocess.Popen", "os.rename", "os.remove", "os.rmdir", "os.mkdir",
            "os.chmod", "os.truncate", "shutil.rmtree", "shutil.copyfile")  # fmt: skip
@@ -42,14 +48,26 @@ def _is_effect(event: str, args) -> bool:
     return event in EFFECTS
 
 
-def in_fork(lab: Lab, arguments: tuple[str, ...], kill_at: int = -1) -> tuple[int, int]:
-    """Run the tool in a fork; returns the wait status and the effects counted."""
+def in_fork(
+    lab: Lab, arguments: tuple[str, ...], kill_at: int = -1, keep: Path | None = None
+) -> tuple[int, int]:
+    """Run the tool in a fork, up to SIGKILL before its ``kill_at``-th effect.
+
+    Args:
+        lab: The project.
+        arguments: The verb and its arguments.
+        kill_at: Counted from 0; -1 lets it end.
+        keep: Where a copy of each different state of the disk is kept.
+
+    Returns:
+        The wait status, and the effects counted.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:  # pragma: no cover
         try:
             os.close(reader)
-            _run_child(lab, arguments, kill_at, writer)
+            _run_child(lab, arguments, kill_at, keep, writer)
         finally:
             os._exit(99)
     os.close(writer)
@@ -58,21 +76,28 @@ def in_fork(lab: Lab, arguments: tuple[str, ...], kill_at: int = -1) -> tuple[in
     return os.waitpid(child, 0)[1], count
 
 
-def _run_child(lab, arguments, kill_at, writer):  # pragma: no cover
+def _run_child(lab, arguments, kill_at, keep, writer):  # pragma: no cover
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
-    sys.stdout = sys.stderr = open(os.devnull, "w")
+    sys.stdout = sys.stderr = os.fdopen(1, "w")
     os.environ.update(lab.env)
-    seen = 0
+    count, busy, seen = 0, False, set()
 
     def hook(event, args):
-        nonlocal seen
-        if _is_effect(event, args):
-            if seen == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            seen += 1
-            os.write(writer, b".")
+        nonlocal count, busy
+        if busy or not _is_effect(event, args):
+            return
+        busy = True
+        if count == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        disk = _disk(lab) if keep else None
+        if keep and disk not in seen:
+            seen.add(disk)
+            shutil.copytree(lab.folder, keep / f"{count}", symlinks=True)
+        count += 1
+        os.write(writer, b".")
+        busy = False
 
     sys.addaudithook(hook)
     verb, *rest = arguments
@@ -103,52 +128,82 @@ def state(lab: Lab) -> dict:
 
 def _disk(lab: Lab) -> int:
     """A hash of all that a next run could look at, objects left out."""
-    names = (".git/objects", "objects")
+    skip = ("objects", "upstream", "work", "wheels")
     kept = {
-        path: content
-        for path, content in snapshot(lab.folder, skip=("objects", "upstream")).items()
-        if not any(name in path for name in names)
+        re.sub(r"\.new-[^/]+", ".new-", path): content
+        for path, content in snapshot(lab.folder, skip=skip).items()
     }
     return hash(tuple(sorted(kept.items())))
 
 
-def sweep(lab: Lab, tmp_path, arguments, prepare=lambda lab: None, again=None):
-    """Kill at each effect, run again, and compare with an undisturbed run."""
+def sweep(lab: Lab, tmp_path, arguments, prepare=lambda lab: None, most=1000):
+    """Run again on each state that a kill can leave; compare with the undisturbed."""
     prepare(lab)
-    kept = tmp_path / "kept"
-    shutil.move(lab.folder, kept)
-
-    def restored() -> Lab:
-        shutil.rmtree(lab.folder, ignore_errors=True)
-        shutil.copytree(kept, lab.folder, symlinks=True)
-        return lab
-
-    status, effects = in_fork(restored(), arguments)
+    keep = tmp_path / "kept"
+    keep.mkdir()
+    status, effects = in_fork(lab, arguments, keep=keep)
     assert status == 0
-    assert effects > 10
     wanted = state(lab)
-    tried = set()
-    for number in range(effects):
-        status, _ = in_fork(restored(), arguments, number)
-        if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
-            break  # fewer effects than in the first run
-        disk = _disk(lab)
-        if disk in tried:
-            continue  # the same state as after another kill: the same next run
-        tried.add(disk)
-        result = lab.run(*(again or arguments))
-        where = f"killed before effect {number}: {result.text}"
+    left = sorted(keep.iterdir(), key=lambda path: int(path.name))
+    assert effects > 10
+    assert len(left) > 2
+    for folder in left[:: -(-len(left) // most)]:
+        # At its old place, as a user would find it.
+        shutil.rmtree(lab.folder)
+        folder.rename(lab.folder)
+        result = lab.run(*arguments)
+        where = f"killed before effect {folder.name}: {result.text}"
         if result.code != 0:
             # A verb that was done but for its last words has nothing left to do.
             assert result.code == 2, where
             assert arguments[0] in ("drop", "new"), where
         assert state(lab) == wanted, where
-    assert len(tried) > 3
+
+
+def test_kill_leaves_the_state_that_is_kept_for_it(tmp_path, two):
+    """The sweeps below rest on this."""
+    put(two.patches, "series", "core-beta.patch\n")
+    start, keep = tmp_path / "start", tmp_path / "kept"
+    keep.mkdir()
+    shutil.copytree(two.folder, start, symlinks=True)
+    in_fork(two, ("apply",), keep=keep)
+    for folder in keep.iterdir():
+        number = int(folder.name)
+        shutil.rmtree(two.folder)
+        shutil.copytree(start, two.folder, symlinks=True)
+        status, count = in_fork(two, ("apply",), number)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        assert count == number
+        assert _without_times(two) == _without_times(Lab(folder))
+
+
+def _without_times(lab: Lab) -> dict:
+    files = snapshot(lab.folder, skip=("objects",))
+    return {path: x for path, x in files.items() if not path.endswith("index")}
 
 
 def test_first_apply(tmp_path, _made):
     shutil.copytree(_made / "two", tmp_path / "first", symlinks=True)
-    sweep(Lab(tmp_path / "first"), tmp_path, ("apply",))
+    sweep(Lab(tmp_path / "first"), tmp_path, ("apply",), Lab.fill_cache)
+
+
+def kept_states(lab: Lab, tmp_path, arguments) -> list[Lab]:
+    keep = tmp_path / "kept"
+    keep.mkdir()
+    in_fork(lab, arguments, keep=keep)
+    return [Lab(p) for p in sorted(keep.iterdir(), key=lambda path: int(path.name))]
+
+
+def test_download(tmp_path, fresh):
+    """What lies under the archive's name is whole at any time."""
+    shutil.rmtree(fresh.cache)
+    seen = set()
+    for kept in kept_states(fresh, tmp_path, ("apply", "--dry-run")):
+        if kept.cached.exists():
+            assert kept.cached.read_bytes() == fresh.sdist.read_bytes()
+        seen.add(tuple(sorted(p.name for p in kept.cache.rglob("*") if p.is_file())))
+    name = fresh.sdist.name
+    assert seen == {(), (name + ".part",), (name,)}
 
 
 def test_apply_of_a_changed_series(tmp_path, two):
@@ -185,7 +240,10 @@ def test_export(tmp_path, two):
 
 
 def test_export_of_a_removed_patch(tmp_path, two):
-    sweep(two, tmp_path, ("export",), lambda lab: lab.git("reset", "-q", "--hard", "HEAD^"))
+    def prepare(lab):
+        lab.git("reset", "-q", "--hard", "HEAD^")
+
+    sweep(two, tmp_path, ("export",), prepare)
 
 
 def test_drop(tmp_path, two):
@@ -193,13 +251,12 @@ def test_drop(tmp_path, two):
 
 
 def test_clean(tmp_path, two):
-    sweep(two, tmp_path, ("clean", "--cache"))
+    # Each file removed is a state; a part of them will do.
+    sweep(two, tmp_path, ("clean", "--cache"), most=25)
 
 
 def test_new(tmp_path, two, monkeypatch):
     """The Change-Id is random and the date is now; here both stand still."""
-    from stackkit import export
-
     monkeypatch.setattr(export.secrets, "token_hex", lambda n: "0" * 2 * n)
     monkeypatch.setattr(time, "time", lambda: 1700000000.0)
 
@@ -235,7 +292,7 @@ def _interrupt_checkout(monkeypatch, lab):
             resource.setrlimit(resource.RLIMIT_FSIZE, (BIG // 2, BIG // 2))
 
         assert real(command, **options, preexec_fn=limit).returncode != 0
-        raise KeyboardInterrupt
+        raise SystemExit(137)
 
     with monkeypatch.context() as cut:
         cut.setattr(process.subprocess, "run", run)
@@ -276,14 +333,19 @@ def test_edit_after_an_interrupted_apply_is_not_overwritten(tmp_path, monkeypatc
     assert (lab.tree / "vllm/big.txt").stat().st_size == BIG
 
 
-def test_patch_edited_after_an_interrupted_export_is_not_overwritten(two):
+def _interrupted(lab: Lab, tmp_path, arguments, ref: str) -> Lab:
+    """The project as a kill leaves it just after the tool has set a ref."""
+    states = kept_states(lab, tmp_path, arguments)
+    found = next(x for x in states if (x.tree / ".git/refs/stack" / ref).exists())
+    shutil.rmtree(lab.folder)
+    found.folder.rename(lab.folder)
+    return lab
+
+
+def test_patch_edited_after_an_interrupted_export_is_not_overwritten(tmp_path, two):
     put(two.tree, "docs/with space.md", "amended\n")
     two.git("commit", "-q", "-a", "--amend", "--no-edit")
-    for number in range(500):
-        status, _ = in_fork(two, ("export",), number)
-        if (two.tree / ".git/refs/stack/exporting").exists():
-            break
-    assert os.WIFSIGNALED(status)
+    two = _interrupted(two, tmp_path, ("export",), "exporting")
     path = two.patches / "core-beta.patch"
     replace(path, "It was wrong", "It was WRONG")
     edited, lost = path.read_bytes(), two.head()
@@ -300,12 +362,9 @@ def test_patch_edited_after_an_interrupted_export_is_not_overwritten(two):
 
 
 @pytest.mark.parametrize("verb", ["export", "new", "drop"])
-def test_other_verbs_finish_an_interrupted_apply_first(two, verb):
+def test_other_verbs_finish_an_interrupted_apply_first(tmp_path, two, verb):
     put(two.patches, "series", "core-beta.patch\n")
-    for number in range(500):
-        in_fork(two, ("apply",), number)
-        if (two.tree / ".git/refs/stack/pending").exists():
-            break
+    two = _interrupted(two, tmp_path, ("apply",), "pending")
     rest = {"export": (), "new": ("core-x",), "drop": ("core-beta",)}[verb]
     result = two.run(verb, *rest)
     assert result.code == (1 if verb == "new" else 0), result.text
@@ -315,52 +374,38 @@ def test_other_verbs_finish_an_interrupted_apply_first(two, verb):
     assert two.series() == names[verb]
 
 
-def test_lock_is_held_until_the_git_of_a_killed_run_is_done(two):
+def test_lock_is_held_until_the_git_of_a_killed_run_is_done(tmp_path, two):
     """The lock belongs to git, too: a second run must not work beside it."""
-    import fcntl
-
-    reader, writer = os.pipe()
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
     child = os.fork()
     if child == 0:  # pragma: no cover
-        from stackkit import pins, worktree
-
-        os.close(writer)
         with worktree.lock(pins.find_project(two.root), lambda: None):
-            process.keep_open_in_children(reader)
-            process.run(["sh", "-c", f"kill -9 $PPID; read x <&{reader}"])
+            process.run(["sh", "-c", f"kill -9 $PPID; read x <{fifo}"])
         os._exit(0)
-    os.waitpid(child, 0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     with open(two.root / "build/.lock") as stream:
         with pytest.raises(BlockingIOError):
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(writer, b"go on\n")
+        fifo.write_text("go on\n")
         fcntl.flock(stream, fcntl.LOCK_EX)
-    os.close(reader)
-    os.close(writer)
 
 
 def test_two_runs_at_once_wait_for_each_other(fresh):
     command = [sys.executable, str(STACK), "apply", "-C", str(fresh.root), "--json"]
-    env = {**os.environ, **fresh.env}
+    env, null = {**os.environ, **fresh.env}, subprocess.DEVNULL
     runs = [
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=null)
         for _ in range(3)
     ]
     ends = [run.communicate() for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0], ends
-    import json
-
     changed = sorted(json.loads(out)["changed"] for out, _ in ends)
     assert changed == [False, False, True]
     assert fresh.git("status", "--porcelain") == ""
 
 
 def test_waiting_for_another_run_is_said(two):
-    import fcntl
-    import threading
-
-    from stackkit import pins, worktree
-
     project = pins.find_project(two.root)
     told = threading.Event()
     entered = []
@@ -377,4 +422,3 @@ def test_waiting_for_another_run_is_said(two):
         assert entered == []
     thread.join(30)
     assert entered == [True]
-

@@ -217,7 +217,9 @@ def test_optional_trailer_may_be_missing():
     assert _problems(Depends_On=None) == []
 
 
-@pytest.mark.parametrize("key, value", [(k, v) for k in MALFORMED for v in MALFORMED[k]])
+@pytest.mark.parametrize(
+    "key, value", [(k, v) for k in MALFORMED for v in MALFORMED[k]]
+)
 def test_malformed_trailer_is_called_malformed(key, value):
     name = "tests" if key == "Tests" else key.replace("-", "_")
     (problem,) = _problems(**{name: value})
