@@ -9,8 +9,8 @@ runs, only torch and Triton: a folder with the few files of each tree is made fi
         --v0.22.0 vllm --v0.33.0 vllm-0.33.0.tar.gz
     python3 FOLDER/paged_logits.py run FOLDER --output paged-logits.json [--sweep]
 
-A tree is a folder or an sdist (`pip download --no-deps --no-binary vllm vllm==0.33.0`
-gets one).  v0.33.0's file is only run from the folder; nothing of it is in this project.
+A tree is a folder or an sdist (`unearth --no-binary --download . vllm==0.33.0` gets
+one).  v0.33.0's file is only run from the folder; nothing of it is in this project.
 
 `run` exits with 1 if a number or a graph is wrong.  "keys" are rows of the indexer's
 cache; DeepSeek-V4 has one per 4 tokens, so 32768 keys are a context of 128k tokens.
@@ -31,7 +31,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 OPS = "vllm/v1/attention/ops/"
 FILES = {
@@ -290,16 +290,14 @@ def numbers(tiny):
     expected = torch.stack(
         [
             ((x @ k.double().T).relu() * w.double()[:, None]).sum(0) * scale
-            for x, w in zip(q.double(), weights)
+            for x, w in zip(q.double(), weights, strict=True)
         ]
     )
     column = torch.arange(keys, device=DEVICE)
     inside = (column >= starts[:, None]) & (column < ends[:, None])
     error = (actual - expected)[inside].norm() / expected[inside].norm()
     rest = bool((actual[~inside] == -torch.inf).all())
-    rows.append(
-        {"what": "patched prefill", "error": error.item(), "rest_is_inf": rest}
-    )
+    rows.append({"what": "patched prefill", "error": error.item(), "rest_is_inf": rest})
     for row in rows:
         ok = row["error"] < 5e-3 and row["rest_is_inf"]
         row["ok"] = ok or not row["what"].startswith("patched")
@@ -515,9 +513,7 @@ def prefill_speed(tiny):
             us["v0.22.0"] = time_eager(fallback, 3)
         flop = 2 * HEADS * DIM * int(arguments[4].sum())
         tflops = flop / us["patched"] * 1e-6
-        rows.append(
-            {"queries": queries, "keys": keys, "us": us, "tflop_per_s": tflops}
-        )
+        rows.append({"queries": queries, "keys": keys, "us": us, "tflop_per_s": tflops})
         print(f"prefill {queries} x {keys}: {us}, {tflops:.0f} TFLOP/s", flush=True)
     return rows
 
@@ -539,8 +535,11 @@ def sweep(num_blocks):
     kernel = getattr(PATCHED, name)
     rows = []
     shapes = [
-        (warps, stages, programs, tiles)
-        for warps, stages in ((4, 2), (4, 3), (4, 4), (8, 2), (8, 3), (2, 3))
+        (block_n, warps, stages, programs, tiles)
+        for block_n, warps, stages in (
+            *((64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 2), (64, 8, 3), (64, 2, 3)),
+            *((128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3)),
+        )
         for programs, tiles in ((1024, 64), (2048, 64), (4096, 64), (2048, 16))
     ]
     for batch, keys in SWEEP_CASES:
@@ -548,14 +547,14 @@ def sweep(num_blocks):
         cases = [case(batch, keys, num_blocks) for _ in range(copies)]
         calls = [functools.partial(ours, *arguments, keys) for arguments in cases]
         results = []
-        for warps, stages, programs, tiles in shapes:
+        for block_n, warps, stages, programs, tiles in shapes:
+            PATCHED._BLOCK_N = block_n
             PATCHED._TARGET_PROGRAMS, PATCHED._MAX_TILES = programs, tiles
             options = {"num_warps": warps, "num_stages": stages}
             setattr(PATCHED, name, Launch(kernel, **options))
             us = time_graph(calls, 10)
-            results.append(
-                {**options, "programs": programs, "max_tiles": tiles, "us": us}
-            )
+            shape = {"block_n": block_n, "programs": programs, "max_tiles": tiles}
+            results.append({**options, **shape, "us": us})
         best = sorted(results, key=lambda result: result["us"])
         rows.append({"batch": batch, "keys": keys, "results": results})
         print(f"sweep batch {batch} keys {keys}: best {best[:3]}", flush=True)
