@@ -154,7 +154,7 @@ def _open(path: Path) -> git.Repository | None:
 def _from_repository(
     repository: git.Repository, pin: Pin, path: Path, named: Path
 ) -> str:
-    """Copy the pinned tree from the repository at ``path``, which users call ``named``."""
+    """Copy the pinned tree from the repository at ``path``; users call it ``named``."""
     source = _open(path)
     if source is None:
         raise StackError(f"--base {named}: is not a git repository", mend=_ANOTHER)

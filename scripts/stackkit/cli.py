@@ -27,9 +27,11 @@ from rich.progress import (
 from rich.table import Table
 
 from . import clean as clean_module
+from . import codegen as codegen_module
 from . import doctor as doctor_module
 from . import export as export_module
 from . import git, pins, worktree
+from . import hipgate as hipgate_module
 from . import lint as lint_module
 from . import prove as prove_module
 from . import status as status_module
@@ -240,9 +242,7 @@ def apply(session: Session, base: Path | None, discard: bool, dry_run: bool) -> 
     if dry_run and result.changed:
         words = "would be made"
     count = len(result.commits)
-    session.say(
-        f"{result.path} {words}: {count} patches, tree {result.tree_id[:12]}"
-    )
+    session.say(f"{result.path} {words}: {count} patches, tree {result.tree_id[:12]}")
     session.answer(
         {
             "path": result.path,
@@ -309,9 +309,7 @@ def status(session: Session) -> None:
                 session.say(f"  {escape(line)}")
     session.answer(
         {
-            "pin": {
-                key: value for key, value in asdict(pin).items() if key != "sdist"
-            },
+            "pin": {key: value for key, value in asdict(pin).items() if key != "sdist"},
             "base": found.base,
             "patches": rows,
             "tree": found.tree_id,
@@ -392,6 +390,87 @@ def prove(session: Session, patches: tuple[str, ...], jobs: int) -> None:
 
 
 @verb
+@click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+@click.option("--arch", "archs", multiple=True,
+              type=click.Choice(codegen_module.ARCHS),
+              help="Only for this GPU; may be given twice.")  # fmt: skip
+@click.option("--update", is_flag=True,
+              help="Record the figures: rewrite budgets and docs/codegen.md.")  # fmt: skip
+@jobs_option
+def codegen(
+    session: Session,
+    kernels: tuple[str, ...],
+    archs: tuple[str, ...],
+    update: bool,
+    jobs: int,
+) -> None:
+    """Compile the Triton kernels for AMD GPUs and check the machine code."""
+    from . import testenv
+
+    testenv.ensure(session.project, session.step)
+    report = codegen_module.codegen(
+        session.project,
+        session.pin,
+        kernels,
+        archs=archs,
+        update=update,
+        jobs=jobs,
+        progress=session.download,
+        step=session.step,
+    )
+    for item in report.findings:
+        color = "red" if item.problem else "yellow"
+        session.say(f"[{color}]{escape(item.cell)}[/]: {escape(item.what)}")
+    for path in report.written:
+        session.say(f"written: {escape(_relative(session, str(path)))}")
+    failed = sum(cell.figures is None for cell in report.cells)
+    session.say(
+        f"{len(report.cells)} compiled kernels, {failed} of them failed; "
+        f"{report.cached} of {report.runs} runs cached"
+    )
+    if report.problems and not update:
+        session.say("[yellow]mend:[/] if it is meant: scripts/stack codegen --update")
+    session.answer(
+        {
+            "kernels": [asdict(cell) for cell in report.cells],
+            "findings": [asdict(item) for item in report.findings],
+            "written": report.written,
+        },
+        ok=not report.problems,
+    )
+
+
+@verb
+@click.option("--require", is_flag=True,
+              help="Fail if there is no compiler to run it with.")  # fmt: skip
+@jobs_option
+def hipgate(session: Session, require: bool, jobs: int) -> None:
+    """Compile the C++ writer of the KV cache for AMD GPUs and check its code."""
+    from . import testenv
+
+    testenv.ensure(session.project, session.step)
+    gate = hipgate_module.hipgate(
+        session.project,
+        session.pin,
+        jobs=jobs,
+        progress=session.download,
+        step=session.step,
+    )
+    for item in gate.checks:
+        session.say(f"{_MARKS[item.ok]} {escape(item.name)}: {escape(item.detail)}")
+    if gate.toolchain:
+        session.say(f"compiled with {escape(gate.toolchain)}")
+    for reason in gate.missing:
+        session.say(f"[yellow]not run:[/] {escape(reason)}")
+    if gate.missing and gate.mend:
+        session.say(f"[yellow]mend:[/] {escape(gate.mend)}")
+    session.answer(
+        {"ran": not gate.missing, **asdict(gate)},
+        ok=gate.ok and not (require and gate.missing),
+    )
+
+
+@verb
 @click.argument("parts", nargs=-1, type=click.Choice(suite_module.PARTS))
 @jobs_option
 def test(session: Session, parts: tuple[str, ...], jobs: int) -> None:
@@ -401,9 +480,12 @@ def test(session: Session, parts: tuple[str, ...], jobs: int) -> None:
     lint    the rules of patches, series and pin
     apply   base and patches
     verify  the proofs from scratch
-    tool    tests of this tool, of the harness and across patches
+    tool    tests of this tool, and the rules that all patches keep
+    harness tests of the no-GPU harness and of the code generation check
     prove   red and green of each patch
     tree    the patches' tests on the whole stack
+    codegen the Triton kernels as machine code
+    hip     the C++ writer of the KV cache as machine code
     """
     if session.as_json:  # pytest's own output must not mix with the answer
         os.dup2(2, 1)
@@ -532,5 +614,3 @@ def clean(session: Session, cache: bool, discard: bool, dry_run: bool) -> None:
     for path in removed:
         session.say(f"{'would remove' if dry_run else 'removed'} {escape(str(path))}")
     session.answer({"removed": [str(path) for path in removed], "dry_run": dry_run})
-
-

@@ -187,7 +187,9 @@ def _series(tree: Tree, patches: list[Patch]) -> bytes:
     above = comments[""]
     for line in lines:
         if line.strip() and not line.lstrip().startswith("#"):
-            comments.setdefault(line.strip(), above if above is not comments[""] else [])
+            comments.setdefault(
+                line.strip(), above if above is not comments[""] else []
+            )
             above = []
         else:
             above.append(line)

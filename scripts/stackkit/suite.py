@@ -9,7 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import apply, lint, patchfile, process, prove, testenv, verify, worktree
+from . import (
+    apply,
+    codegen,
+    hipgate,
+    lint,
+    patchfile,
+    process,
+    prove,
+    testenv,
+    verify,
+    worktree,
+)
 from .errors import StackError
 from .pins import Pin, Project
 from .report import Progress, Step
@@ -25,7 +36,7 @@ class Part:
     detail: str
 
 
-PARTS = ("lint", "apply", "verify", "tool", "prove", "tree")
+PARTS = ("lint", "apply", "verify", "tool", "harness", "prove", "tree", "codegen", "hip")
 
 
 def run(
@@ -52,9 +63,12 @@ def run(
         "lint": lambda: _lint(project, pin),
         "apply": lambda: _apply(project, pin, progress, step),
         "verify": lambda: _verify(project, pin, progress, step),
-        "tool": lambda: _tool(project, pin, jobs),
+        "tool": lambda: _tool(project, jobs),
+        "harness": lambda: _harness(project, pin),
         "prove": lambda: _prove(project, pin, jobs, progress, step),
         "tree": lambda: _tree(project, pin, jobs),
+        "codegen": lambda: _codegen(project, pin, jobs, progress, step),
+        "hip": lambda: _hip(project, pin, jobs, progress, step),
     }
     testenv.ensure(project, step)
     done = []
@@ -113,9 +127,7 @@ def _prove(
     return f"{len(proofs)} patches, {tests} pytest ids, {cached} patches cached"
 
 
-def _pytest(
-    project: Project, arguments: list[str], cwd: Path, env: dict[str, str]
-) -> str:
+def _pytest(arguments: list[str], cwd: Path, env: dict[str, str]) -> str:
     start = time.monotonic()
     done = process.run(
         [sys.executable, "-m", "pytest", *arguments], cwd=cwd, env=env, capture=False
@@ -125,11 +137,17 @@ def _pytest(
     return f"pytest passed in {time.monotonic() - start:.0f} s"
 
 
-def _tool(project: Project, pin: Pin, jobs: int) -> str:
-    """The tool's own tests, and those of the harness and the applied tree."""
+def _tool(project: Project, jobs: int) -> str:
+    """The tool's own tests, and the rules that all patches keep."""
+    options = ["-n", str(jobs), "--dist=loadfile"]
+    return _pytest([*options, "tests/stack", "tests/patches"], project.root, {})
+
+
+def _harness(project: Project, pin: Pin) -> str:
+    """The tests that import vLLM; one process, because each import is slow."""
     env = testenv.environment(project, project.tree(pin))
-    options = ["-p", "harness.plugin", "-n", str(jobs), "--dist=loadfile"]
-    return _pytest(project, [*options, "tests"], project.root, env)
+    options = ["-p", "harness.plugin"]
+    return _pytest([*options, "tests/harness", "tests/codegen"], project.root, env)
 
 
 def _tree(project: Project, pin: Pin, jobs: int) -> str:
@@ -149,7 +167,35 @@ def _tree(project: Project, pin: Pin, jobs: int) -> str:
     tree = project.tree(pin)
     options = [*testenv.PYTEST_OPTIONS, "-n", str(jobs), "--dist=loadfile"]
     env = {**testenv.environment(project, tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    return _pytest(project, [*options, *files], tree, env)
+    return _pytest([*options, *files], tree, env)
+
+
+def _codegen(
+    project: Project, pin: Pin, jobs: int, progress: Progress, step: Step
+) -> str:
+    report = codegen.codegen(
+        project,
+        pin,
+        (),
+        archs=(),
+        update=False,
+        jobs=jobs,
+        progress=progress,
+        step=step,
+    )
+    codegen.check(report)
+    return (
+        f"{len(report.cells)} compiled kernels keep their budgets; {report.cached} of "
+        f"{report.runs} runs cached"
+    )
+
+
+def _hip(project: Project, pin: Pin, jobs: int, progress: Progress, step: Step) -> str:
+    gate = hipgate.hipgate(project, pin, jobs=jobs, progress=progress, step=step)
+    if gate.missing:
+        return f"not run: {'; '.join(gate.missing)}"
+    hipgate.check(gate)
+    return f"{len(gate.checks)} demands met, {gate.toolchain}"
 
 
 def default_jobs() -> int:

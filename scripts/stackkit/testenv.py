@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
 import shutil
 import sys
+import tempfile
 import urllib.parse
 from pathlib import Path
 
@@ -101,6 +103,46 @@ def ensure(project: Project, step: Step) -> None:
                 details=process.tail(done.stderr),
             )
     stamp.write_text(content)
+
+
+def triton(project: Project, version: str, step: Step) -> Path | None:
+    """A folder to put before others on PYTHONPATH, so that Triton is ``version``.
+
+    Args:
+        project: Its cache holds the Tritons that are not the tests' own.
+        version: As the package index names it.
+        step: Told the size of what is about to be downloaded.
+
+    Returns:
+        None if the environment itself has this version.
+
+    Raises:
+        StackError: if pip fails; its words are in the details.
+    """
+    from .index import pip
+
+    if importlib.metadata.version("triton") == version:
+        return None
+    tag = f"{version}-cp{sys.version_info.major}{sys.version_info.minor}"
+    home = project.cache / "triton" / tag
+    if home.is_dir():
+        return home
+    home.parent.mkdir(parents=True, exist_ok=True)
+    wanted = ["--no-deps", "--ignore-installed", f"triton=={version}"]
+    _, size = _size([wanted])
+    step(f"installing Triton {version} into the cache, {size / 1e6:.0f} MB to download")
+    with tempfile.TemporaryDirectory(dir=home.parent) as folder:
+        target = Path(folder) / tag
+        done = pip("install", "--quiet", "--no-input", "--target", target, *wanted)
+        if done.returncode:
+            raise StackError(
+                f"Triton {version} could not be installed",
+                mend="check the network and PIP_INDEX_URL, then run it again",
+                details=process.tail(done.stderr),
+            )
+        if not home.is_dir():  # else another run was faster
+            target.rename(home)
+    return home
 
 
 def _size(phases: list[list[str]]) -> tuple[int, int]:

@@ -62,6 +62,7 @@ def git(where: Path, *arguments: str, stdin: bytes | None = None, **env: str) ->
             **clean,
             "GIT_CONFIG_GLOBAL": os.devnull,
             "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_TEMPLATE_DIR": "",
             "GIT_AUTHOR_NAME": NAME,
             "GIT_AUTHOR_EMAIL": EMAIL,
             "GIT_COMMITTER_NAME": NAME,

@@ -51,7 +51,8 @@ CONFIG = {
     "ignoreCase": "[core]\n\tprecomposeUnicode = true\n\tprotectNTFS = true\n",
     "sparse": "[core]\n\tsparseCheckout = true\n\tsparseCheckoutCone = true\n",
     "index": "[core]\n\tsplitIndex = true\n\tuntrackedCache = true\n"
-    "\tfsmonitor = true\n[index]\n\tversion = 4\n\tsparse = true\n[feature]\n\tmanyFiles = true\n",
+    "\tfsmonitor = true\n[index]\n\tversion = 4\n\tsparse = true\n"
+    "[feature]\n\tmanyFiles = true\n",
     "bigFile": "[core]\n\tbigFileThreshold = 1\n\tcompression = 0\n",
     "excludes": "[core]\n\texcludesFile = {folder}/ignore\n"
     "\tattributesFile = {folder}/attributes\n[status]\n\tshowUntrackedFiles = no\n"
