@@ -253,7 +253,8 @@ class Repository:
         if who is None:
             raise GitError(f"commit {name} has a malformed author line")
         author = Identity(who[1], who[2], f"{who[3]} {who[4]}")
-        object_id = self.text("rev-parse", "--verify", name + "^{commit}")
+        is_id = re.fullmatch("[0-9a-f]{40}", name) is not None
+        object_id = name if is_id else self.text("rev-parse", "--verify", name)
         return Commit(
             object_id,
             fields["tree"][0],
