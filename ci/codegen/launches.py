@@ -350,6 +350,37 @@ def indexer_query(use_fp4: bool) -> None:
     )
 
 
+def _mqa_logits() -> Any:
+    return import_module("vllm.v1.attention.ops.triton_mqa_logits")
+
+
+@launch(("", 0), ("skip", TOPK))
+def paged_logits(topk: int) -> None:
+    dtype = platforms.current_platform.fp8_dtype()
+    _mqa_logits().fp8_paged_mqa_logits_triton(
+        torch.empty(TOKENS, 1, INDEX_HEADS, INDEX_HEAD, dtype=dtype),
+        cache(64, INDEX_KEY).unsqueeze(2),
+        f32(TOKENS, INDEX_HEADS),
+        i32(TOKENS),
+        i32(TOKENS, 64),
+        4096,
+        topk=topk,
+    )
+
+
+@launch(("", 0), ("skip", TOPK))
+def prefill_logits(topk: int) -> None:
+    dtype = platforms.current_platform.fp8_dtype()
+    _mqa_logits().fp8_mqa_logits_triton(
+        torch.empty(TOKENS, INDEX_HEADS, INDEX_HEAD, dtype=dtype),
+        (torch.empty(1024, INDEX_HEAD, dtype=dtype), f32(1024)),
+        f32(TOKENS, INDEX_HEADS),
+        i32(TOKENS),
+        i32(TOKENS),
+        topk=topk,
+    )
+
+
 @launch()
 def inverse_rope() -> None:
     heads = 64

@@ -32,6 +32,7 @@ PYTHON = (
     "vllm/v1/attention/backends/mla/rocm_aiter_mla_sparse.py",
     "vllm/v1/attention/backends/mla/sparse_swa.py",
     "vllm/v1/attention/ops/rocm_aiter_mla_sparse.py",
+    "vllm/v1/attention/ops/triton_mqa_logits.py",
 )
 CPP = "csrc/fused_deepseek_v4_qnorm_rope_kv_insert_kernel.cu"
 
