@@ -150,7 +150,7 @@ def verb(function: Callable[..., None]) -> click.Command:
     @click.option("-C", "directory", type=Path, default=".", metavar="DIR",
                   help="Work as if started in DIR.")  # fmt: skip
     @click.option("--release", metavar="RELEASE",
-                  help="A release of stack.toml; its default if not given.")  # fmt: skip
+                  help="A release of stack.toml, else its default.")  # fmt: skip
     @click.option("--json", "as_json", is_flag=True,
                   help="Print one JSON object on standard output.")  # fmt: skip
     @functools.wraps(function)
@@ -395,7 +395,7 @@ def prove(session: Session, patches: tuple[str, ...], jobs: int) -> None:
               type=click.Choice(codegen_module.ARCHS),
               help="Only for this GPU; may be given twice.")  # fmt: skip
 @click.option("--update", is_flag=True,
-              help="Record the figures: rewrite budgets and docs/codegen.md.")  # fmt: skip
+              help="Rewrite budgets and docs/codegen.md.")  # fmt: skip
 @jobs_option
 def codegen(
     session: Session,

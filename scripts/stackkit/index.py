@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import fcntl
 import re
+import ssl
 import sys
 import time
 from pathlib import Path
 
 import httpx2
+import truststore
 from unearth import PackageFinder
 from unearth.fetchers.sync import PyPIClient
 
@@ -32,7 +34,8 @@ def settings() -> dict[str, list[str]]:
 
     Returns:
         Values by option name (``index-url``, ``extra-index-url``, ``find-links``,
-        ``trusted-host``, ``cert``, ``no-index``); an absent option is absent.
+        ``trusted-host``, ``cert``, ``client-cert``, ``proxy``, ``no-index``); an
+        absent option is absent.
     """
     found: dict[str, list[str]] = {}
     done = pip("config", "list")
@@ -54,11 +57,13 @@ def settings() -> dict[str, list[str]]:
 def finder() -> PackageFinder:
     """A finder over the configured index; the package's own default if none is."""
     options = settings()
-    verify: bool | str = options["cert"][0] if "cert" in options else True
-    if verify is True:
-        verify = _system_trust()
     trusted = options.get("trusted-host", [])
-    session = PyPIClient(trusted_hosts=trusted, verify=verify, follow_redirects=True)
+    session = PyPIClient(
+        trusted_hosts=trusted,
+        verify=_trust(options),
+        proxy=options.get("proxy", [None])[0],
+        follow_redirects=True,
+    )
     found = PackageFinder(
         session,
         index_urls=options.get("index-url", []),
@@ -75,12 +80,15 @@ def finder() -> PackageFinder:
     return found
 
 
-def _system_trust():
-    import ssl
-
-    import truststore
-
-    return truststore.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+def _trust(options: dict[str, list[str]]) -> ssl.SSLContext:
+    """Whom to trust: the configured certificates, else the system's."""
+    if "cert" in options:
+        context = ssl.create_default_context(cafile=options["cert"][0])
+    else:
+        context = truststore.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if "client-cert" in options:
+        context.load_cert_chain(options["client-cert"][0])
+    return context
 
 
 def download_sdist(

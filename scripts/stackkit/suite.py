@@ -36,7 +36,17 @@ class Part:
     detail: str
 
 
-PARTS = ("lint", "apply", "verify", "tool", "harness", "prove", "tree", "codegen", "hip")
+PARTS = (
+    "lint",
+    "apply",
+    "verify",
+    "tool",
+    "harness",
+    "prove",
+    "tree",
+    "codegen",
+    "hip",
+)
 
 
 def run(

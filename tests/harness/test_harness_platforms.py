@@ -184,7 +184,7 @@ def test_everything_is_restored_when_entering_fails(monkeypatch):
     before = state.capture()
     monkeypatch.setattr(mla_sparse, "current_platform", None)
     changed = state.capture()
-    with pytest.raises(HarnessError, match="rocm_aiter_mla_sparse line 19"):
+    with pytest.raises(HarnessError, match=r"rocm_aiter_mla_sparse line \d+"):
         use("gfx942").__enter__()
     assert state.capture() == changed != before
 
@@ -301,8 +301,7 @@ def test_without_aiter(fake_platform):
     assert not aiter_ops.IS_AITER_FOUND and not kernels.AITER_SUPPORTED
     assert not aiter_ops.is_aiter_found_and_supported()
     assert not rocm_aiter_ops.is_enabled()
-    with pytest.raises(ModuleNotFoundError, match="aiter"):
-        mla_sparse.paged_mqa_logits_module()
+    assert mla_sparse.paged_mqa_logits_module() is None
 
 
 @pytest.mark.parametrize("name", TRUTH)

@@ -47,6 +47,10 @@ ALLOWED = {
         "float8e4nv",
     ): "the same kernel",
     (
+        "vllm/models/deepseek_v4/common/ops/fused_inv_rope_fp8_quant.py",
+        "finfo",
+    ): "the maximum of its own type",
+    (
         "vllm/model_executor/layers/sparse_attn_indexer.py",
         "fp8_dtype",
     ): "the op of CUDA; ROCm has rocm_aiter_sparse_attn_indexer",
