@@ -42,7 +42,10 @@ def kernels():
     from vllm.models.deepseek_v4.common.ops import fused_indexer_q as indexer_q
     from vllm.v1.attention.ops import rocm_aiter_mla_sparse as sparse
 
-    # The package has a name "triton" that is not its module.
+    # These packages have names that are not their modules.
+    qk_rmsnorm = importlib.import_module(
+        "vllm.models.deepseek_v4.common.ops.fused_qk_rmsnorm"
+    )
     mhc = importlib.import_module("vllm.model_executor.kernels.mhc.triton")
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -195,6 +198,13 @@ def kernels():
         1024,
     )
     yield "paged-logits-torch", [logits]
+
+    rows = randn(1000, 2048, dtype=torch.bfloat16)
+    norm_weights = [torch.rand(n, device=device).bfloat16() for n in (1536, 512)]
+    normed = qk_rmsnorm.fused_q_kv_rmsnorm(
+        rows[:, :1536], rows[:, 1536:], *norm_weights, 1e-6
+    )
+    yield "qk-rmsnorm", list(normed)
 
     hidden, streams = 4096, 4
     out = torch.empty(256, hidden, dtype=torch.bfloat16, device=device)
