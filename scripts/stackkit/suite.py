@@ -18,6 +18,7 @@ from . import (
     process,
     prove,
     testenv,
+    trailers,
     verify,
     worktree,
 )
@@ -161,17 +162,13 @@ def _harness(project: Project, pin: Pin) -> str:
 
 
 def _tree(project: Project, pin: Pin, jobs: int) -> str:
-    """Every test file that a patch carries, on the whole stack."""
+    """Every test file that a patch's Tests trailers name, on the whole stack.
+
+    Files that a patch touches without naming them need a GPU.
+    """
     patches = patchfile.load(project.patches(pin))
-    files = sorted(
-        {
-            change.path
-            for patch in patches
-            for change in patch.files
-            if Path(change.path).name.startswith("test_")
-            and change.path.startswith("tests/")
-        }
-    )
+    tests = [test for p in patches for test in trailers.test_ids(p.trailers)]
+    files = sorted({test.node.split("::")[0] for test in tests})
     if not files:
         return "no patch carries a test"
     tree = project.tree(pin)
