@@ -481,7 +481,7 @@ def test(session: Session, parts: tuple[str, ...], jobs: int) -> None:
     apply   base and patches
     verify  the proofs from scratch
     tool    tests of this tool, and the rules that all patches keep
-    harness tests of the no-GPU harness and of the code generation check
+    harness tests that import vLLM: of the harness, of gfx942, of codegen
     prove   red and green of each patch
     tree    the patches' tests on the whole stack
     codegen the Triton kernels as machine code

@@ -157,8 +157,8 @@ def _tool(project: Project, jobs: int) -> str:
 def _harness(project: Project, pin: Pin) -> str:
     """The tests that import vLLM; one process, because each import is slow."""
     env = testenv.environment(project, project.tree(pin))
-    options = ["-p", "harness.plugin"]
-    return _pytest([*options, "tests/harness", "tests/codegen"], project.root, env)
+    folders = ["tests/harness", "tests/gfx942", "tests/codegen"]
+    return _pytest(["-p", "harness.plugin", *folders], project.root, env)
 
 
 def _tree(project: Project, pin: Pin, jobs: int) -> str:
