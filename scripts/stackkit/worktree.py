@@ -183,11 +183,7 @@ class Tree:
         if option is None and self._has_base():
             return None
         if self.exists:
-            source = base.fill(
-                self.repository, self.project, self.pin, option, progress
-            )
-            self.repository.update_refs({BASE: base.commit(self.repository, self.pin)})
-            return str(source)
+            return self._fill(self.repository, option, progress)
         if base.any_entry(self.path):
             raise StackError(
                 f"{self.path} exists and is not a tree of this tool",
@@ -199,8 +195,7 @@ class Tree:
             new = git.Repository.create(folder / ".git", folder)
             # A user's own git in the tree must not rewrite line endings.
             new.run("config", "core.autocrlf", "false")
-            source = base.fill(new, self.project, self.pin, option, progress)
-            new.update_refs({BASE: base.commit(new, self.pin)})
+            source = self._fill(new, option, progress)
             folder.chmod(0o755)
             if self.path.is_dir():
                 self.path.rmdir()
@@ -208,6 +203,14 @@ class Tree:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+        return source
+
+    def _fill(
+        self, repository: git.Repository, option: Path | None, progress: Progress
+    ) -> str:
+        """Put the verified base into ``repository``; returns where it came from."""
+        source = base.fill(repository, self.project, self.pin, option, progress)
+        repository.update_refs({BASE: base.commit(repository, self.pin)})
         return str(source)
 
     def _has_base(self) -> bool:
@@ -246,10 +249,7 @@ class Tree:
                     tempfile.TemporaryDirectory(prefix="stack-rehearsal-")
                 )
                 passing = git.Repository.create(Path(name) / "bare.git")
-                source = str(
-                    base.fill(passing, self.project, self.pin, option, progress)
-                )
-                passing.update_refs({BASE: base.commit(passing, self.pin)})
+                source = self._fill(passing, option, progress)
                 self.repository = passing
             try:
                 yield source
