@@ -2,15 +2,11 @@
 """MQA logits of the sparse indexer on a GPU: numbers, graphs, memory and speed.
 
 The patched kernels run beside v0.22.0's torch fallback and v0.33.0's Triton kernel,
-in one process and on the same data.  Neither vLLM nor a network is needed where this
-runs, only torch and Triton: a folder with the few files of each tree is made first.
+in one process and on the same data.
 
     python3 bench/paged_logits.py prepare FOLDER --patched build/v0.22.0 \\
         --v0.22.0 vllm --v0.33.0 vllm-0.33.0.tar.gz
     python3 FOLDER/paged_logits.py run FOLDER --output paged-logits.json [--sweep]
-
-A tree is a folder or an sdist (`unearth --no-binary --download . vllm==0.33.0` gets
-one).  v0.33.0's file is only run from the folder; nothing of it is in this project.
 
 `run` exits with 1 if a number or a graph is wrong.  "keys" are rows of the indexer's
 cache; DeepSeek-V4 has one per 4 tokens, so 32768 keys are a context of 128k tokens.
@@ -21,24 +17,13 @@ interpreter (TRITON_INTERPRET=1), where neither graphs nor times mean anything.
 import argparse
 import datetime
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import json
-import shutil
 import statistics
 import sys
-import tarfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-OPS = "vllm/v1/attention/ops/"
-FILES = {
-    "patched": ["triton_mqa_logits.py", "fp8_dialect.py"],
-    "v0.22.0": ["rocm_aiter_mla_sparse.py"],
-    "v0.33.0": ["rocm_aiter_mla_sparse.py"],
-}
+import trees
 
 HEADS, DIM, BLOCK_SIZE = 64, 128, 64
 ROW_BYTES = DIM + 4
@@ -48,156 +33,26 @@ BATCHES = (1, 8, 32, 128, 512)
 KEYS = (512, 2048, 8192, 32768, 131072)
 SWEEP_CASES = ((1, 512), (1, 131072), (8, 512), (8, 2048), (8, 8192), (8, 32768),
                (32, 512), (32, 8192), (32, 32768), (128, 512), (128, 2048),
-               (128, 32768), (512, 512), (512, 2048), (512, 8192), (512, 32768))  # fmt: skip
+               (128, 32768), (512, 512), (512, 2048), (512, 8192),
+               (512, 32768))  # fmt: skip
 TOPK = 512
 MB = 1 << 20
 
 
-# ---------------------------------------------------------------- the folder
-
-
-def prepare(args):
-    for tree, names in FILES.items():
-        target = args.folder / tree
-        target.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            (target / name).write_bytes(_read(args.trees[tree], OPS + name))
-    shutil.copy(__file__, args.folder / Path(__file__).name)
-    print(f"wrote {args.folder}")
-
-
-def _read(tree, path):
-    if tree.is_dir():
-        return (tree / path).read_bytes()
-    with tarfile.open(tree) as archive:
-        for member in archive:
-            if member.name.partition("/")[2] == path:
-                return archive.extractfile(member).read()
-    sys.exit(f"{tree} has no {path}")
-
-
-# ------------------------------------------------- vLLM's modules, pretended
-
-
-class Anything:
-    """What vLLM's modules import and the functions measured here do not use."""
-
-    def __call__(self, *args, **kwargs):  # also as a decorator
-        return args[0] if args and callable(args[0]) else self
-
-    def __getattr__(self, name):
-        return self
-
-    def __or__(self, other):  # in annotations
-        return self
-
-    __ror__ = __or__
-
-
-class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every module below `vllm`. `known` has the names that matter."""
-
-    def __init__(self, known):
-        self.known = known
-
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname.partition(".")[0] != "vllm":
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-
-    def create_module(self, spec):
-        return None
-
-    def exec_module(self, module):
-        vars(module).update(self.known.get(module.__name__, {}))
-        module.__getattr__ = self._anything
-
-    @staticmethod
-    def _anything(name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Anything()
-
-
-class Workspace:
-    """v0.33.0 keeps its logits in a buffer that lives as long as the server."""
-
-    def __init__(self, device):
-        self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
-
-    def get_simultaneous(self, *specs):
-        ((shape, dtype),) = specs
-        size = dtype.itemsize
-        for n in shape:
-            size *= n
-        if size > len(self.buffer):
-            self.buffer = torch.empty(size, dtype=torch.uint8, device=DEVICE)
-        return [self.buffer[:size].view(dtype).view(shape)]
-
-
 def load(folder):
-    """Import torch and the files; sets the globals of the rest of this script."""
-    global torch, triton, DEVICE, FNUZ, FP8, PATCHED, ours, ours_prefill, others
-    import torch
-    import triton
-    import triton.language
-
-    DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-    if DEVICE == "cpu":
-        _correct_interpreter()
-    arch = ""
-    if DEVICE == "cuda":
-        arch = getattr(torch.cuda.get_device_properties(0), "gcnArchName", "")
-    FNUZ = arch.startswith("gfx94")
-    FP8 = torch.float8_e4m3fnuz if FNUZ else torch.float8_e4m3fn
-    workspace = Workspace(DEVICE)
-    platform = SimpleNamespace(
-        fp8_dtype=lambda: FP8,
-        is_fp8_fnuz=lambda: FNUZ,
-        is_rocm=lambda: False,
-        is_cuda=lambda: DEVICE == "cuda",
-    )
-    known = {
-        "vllm.triton_utils": {"triton": triton, "tl": triton.language},
-        "vllm.platforms": {"current_platform": platform},
-        "vllm.utils.math_utils": {"cdiv": triton.cdiv},
-        "vllm.v1.worker.workspace": {"current_workspace_manager": lambda: workspace},
-    }
-    sys.meta_path.insert(0, Stubs(known))
-    dialect = _load_file(folder / "patched" / "fp8_dialect.py")
-    known[OPS.replace("/", ".") + "fp8_dialect"] = vars(dialect)
-    PATCHED = _load_file(folder / "patched" / "triton_mqa_logits.py")
+    """Load the trees; sets the globals of the rest of this script."""
+    global ENV, torch, DEVICE, FNUZ, FP8, PATCHED, ours, ours_prefill, others
+    ENV = trees.load(folder)
+    torch, DEVICE, FNUZ, FP8 = ENV.torch, ENV.device, ENV.fnuz, ENV.fp8
+    PATCHED = ENV.modules["triton_mqa_logits"]
     ours = PATCHED.fp8_paged_mqa_logits_triton
     ours_prefill = PATCHED.fp8_mqa_logits_triton
-    old, new = (
-        _load_file(folder / tree / "rocm_aiter_mla_sparse.py")
-        for tree in ("v0.22.0", "v0.33.0")
-    )
+    old, new = ENV.modules["v0.22.0"], ENV.modules["v0.33.0"]
     others = {
         "v0.22.0": old.fp8_paged_mqa_logits_torch,
         "v0.33.0": new.rocm_fp8_paged_mqa_logits_triton,
         "v0.22.0 prefill": old.fp8_mqa_logits_torch,
     }
-
-
-def _load_file(path):
-    name = f"{path.parent.name}_{path.stem}".replace(".", "_")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def _correct_interpreter():
-    """Triton's interpreter does not compute FP8; the project's harness does."""
-    for root in (Path(__file__).resolve().parent.parent, Path.cwd()):
-        if (root / "ci" / "harness").is_dir():
-            sys.path.insert(0, str(root / "ci"))
-            from harness import triton_interpreter
-
-            return triton_interpreter.install()
-    sys.exit("without a GPU run this in the project, for ci/harness")
 
 
 # ------------------------------------------------------------------ the data
@@ -429,29 +284,6 @@ def time_eager(call, repeats):
     return statistics.median(times) * 1e6
 
 
-def time_graph(calls, repeats):
-    """Median microseconds of one of `calls`, which are captured in one graph. Each has
-    its own blocks, as the layers of a model have, so that none is in a cache."""
-    if DEVICE == "cpu":
-        return time_eager(calls[0], 1)
-    calls[0]()
-    synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for step in range(repeats + 2):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if step >= 2:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times) * 1e3 / len(calls)
-
-
 def speed(tiny, batches, keys_list, num_blocks):
     rows = []
     widths = (None,) if tiny else (None, max(keys_list))
@@ -473,11 +305,12 @@ def speed_of(batch, keys, width, next_n, num_blocks):
     for name in ("patched", "v0.33.0"):
         function = ours if name == "patched" else others[name]
         calls = [functools.partial(function, *arguments, width) for arguments in cases]
-        us[name] = time_graph(calls, 20)
+        us[name] = trees.time_graph(ENV, calls, 20)
     # It cannot be captured. As wide as it needs to be, for one token a request.
     if width == keys and next_n == 1:
         call = functools.partial(others["v0.22.0"], *cases[0], width)
         us["v0.22.0"] = time_eager(call, 3)
+    rate = traffic / us["patched"] * 1e-6 if DEVICE == "cuda" else 0.0
     return {
         "batch": batch,
         "keys": keys,
@@ -485,7 +318,7 @@ def speed_of(batch, keys, width, next_n, num_blocks):
         "next_n": next_n,
         "us": us,
         "bytes": traffic,
-        "tb_per_s": traffic / us["patched"] * 1e-6,
+        "tb_per_s": rate,
     }
 
 
@@ -506,14 +339,14 @@ def prefill_speed(tiny):
     for queries, keys in shapes:
         arguments = prefill_case(queries, keys)
         call = functools.partial(ours_prefill, *arguments)
-        us = {"patched": time_graph([call], 10)}
+        us = {"patched": trees.time_graph(ENV, [call], 10)}
         if queries <= 128:
             fallback = functools.partial(
                 others["v0.22.0 prefill"], *flat_scale(arguments)
             )
             us["v0.22.0"] = time_eager(fallback, 3)
         flop = 2 * HEADS * DIM * int(arguments[4].sum())
-        tflops = flop / us["patched"] * 1e-6
+        tflops = flop / us["patched"] * 1e-6 if DEVICE == "cuda" else 0.0
         rows.append({"queries": queries, "keys": keys, "us": us, "tflop_per_s": tflops})
         print(f"prefill {queries} x {keys}: {us}, {tflops:.0f} TFLOP/s", flush=True)
     return rows
@@ -547,7 +380,7 @@ def sweep(num_blocks):
         cases = [case(batch, keys, num_blocks) for _ in range(copies)]
         theirs = others["v0.33.0"]
         calls = [functools.partial(theirs, *arguments, keys) for arguments in cases]
-        us = {"v0.33.0": time_graph(calls, 10)}
+        us = {"v0.33.0": trees.time_graph(ENV, calls, 10)}
         calls = [functools.partial(ours, *arguments, keys) for arguments in cases]
         results = []
         for block_n, warps, stages, programs, tiles in shapes:
@@ -555,7 +388,7 @@ def sweep(num_blocks):
             PATCHED._TARGET_PROGRAMS, PATCHED._MAX_TILES = programs, tiles
             options = {"num_warps": warps, "num_stages": stages}
             setattr(PATCHED, name, Launch(kernel, **options))
-            measured = time_graph(calls, 10)
+            measured = trees.time_graph(ENV, calls, 10)
             shape = {"block_n": block_n, "programs": programs, "max_tiles": tiles}
             results.append({**options, **shape, "us": measured})
         best = sorted(results, key=lambda result: result["us"])
@@ -570,12 +403,11 @@ def sweep(num_blocks):
 def run(args):
     load(args.folder)
     torch.manual_seed(0)
-    device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU, interpreted"
     result = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": device,
+        "device": ENV.name,
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": ENV.triton.__version__,
         "dialect": "fnuz" if FNUZ else "ocp",
         "heads": HEADS,
         "tiny": args.tiny,
@@ -618,9 +450,9 @@ def main():
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("prepare", help="make the folder for `run`")
     command.add_argument("folder", type=Path)
-    for tree in FILES:
+    for tree in trees.FILES:
         command.add_argument(f"--{tree}", dest=tree, type=Path, required=True)
-    command.set_defaults(function=prepare)
+    command.set_defaults(function=trees.prepare)
     command = commands.add_parser("run", help="measure")
     command.add_argument("folder", type=Path)
     command.add_argument("--output", type=Path, help="JSON")
@@ -630,8 +462,6 @@ def main():
     command.add_argument("--keys", type=_numbers, default=KEYS)
     command.set_defaults(function=run)
     args = parser.parse_args()
-    if args.function is prepare:
-        args.trees = {tree: getattr(args, tree) for tree in FILES}
     args.function(args)
 
 

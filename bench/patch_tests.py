@@ -7,8 +7,8 @@ and Triton on the GPU.
 
     python3 bench/patch_tests.py --tree TREE [--patches FOLDER] [--output FILE]
 
-Needs a GPU with PyTorch, Triton, pytest, pytest-xdist and what vLLM imports.  Exits with
-1 if a test fails.
+Needs a GPU with PyTorch, Triton, pytest, pytest-xdist and what vLLM imports.  Exits
+with 1 if a test fails.
 """
 
 import argparse

@@ -6,7 +6,7 @@ as gfx950, on the same random values, and compares: FNUZ with maximum 224 must s
 the bytes that OCP with maximum 448 stores, 0x80 apart, which must be 0x00, and scales
 twice as large.
 
-    python bench/writer_identity.py --tree TREE [--millions N] [--output FILE]
+    python bench/writer_identity.py --tree TREE [--writer NAME]... [--output FILE]
 
 Needs the packages of `tests/requirements.txt`, PyTorch and Triton 3.9.0, as the
 `.venv` of `make test` has them.  Ten million elements a writer take an hour of CPU
@@ -54,7 +54,7 @@ def insert(torch, generator):
 
 
 def rows_of_512(cache, page):
-    """The FP8 bytes [tokens, 448] and exponents [tokens, 7] of pages of 584-byte rows."""
+    """FP8 bytes [tokens, 448] and exponents [tokens, 7] of pages of 584-byte rows."""
     data, scales = cache[:, : page * 576], cache[:, page * 576 :]
     data = data.reshape(-1, 576)[:, :448]
     return data, scales.reshape(-1, 8)[:, :7], 1
@@ -184,13 +184,17 @@ def main():
         "--tree", type=Path, required=True, help="the applied vLLM tree"
     )
     parser.add_argument("--millions", type=float, default=10, help="elements a writer")
+    parser.add_argument(
+        "--writer", action="append", choices=list(WRITERS), help="only this; repeatable"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     # 448 of the 512 elements of a token are stored as FP8.
     pieces = -(-int(arguments.millions * 1e6) // (PIECE * 448 // 512))
-    work = [(writer, SEED + i) for writer in WRITERS for i in range(pieces)]
-    totals = {writer: {} for writer in WRITERS}
+    writers = arguments.writer or list(WRITERS)
+    work = [(writer, SEED + i) for writer in writers for i in range(pieces)]
+    totals = {writer: {} for writer in writers}
     with concurrent.futures.ProcessPoolExecutor(
         arguments.jobs,
         multiprocessing.get_context("spawn"),
