@@ -42,6 +42,9 @@ def kernels():
     from vllm.models.deepseek_v4.common.ops import fused_indexer_q as indexer_q
     from vllm.v1.attention.ops import rocm_aiter_mla_sparse as sparse
 
+    # As on gfx950 and other ROCm GPUs: gfx942 has other kernels, see decode.py.
+    sparse._TILED_BY_HEADS = False
+
     # These packages have names that are not their modules.
     qk_rmsnorm = importlib.import_module(
         "vllm.models.deepseek_v4.common.ops.fused_qk_rmsnorm"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run on a GPU the tests that the patches name.
+"""Run on a GPU the test files that the patches add or change.
 
 The tree is not built. With nvcc the C++ K insert alone is compiled, so that its tests
 run too; tests of other C++ ops fail for want of them. vLLM runs on its CPU platform,
@@ -37,14 +37,10 @@ def series(patches):
 
 
 def test_files(patches):
-    """The files of the `Tests:` trailers, in the order of the series."""
-    files = {}
-    for name in series(patches):
-        text = (patches / name).read_text()
-        message = text.partition("\n---\n")[0]
-        for file in re.findall(r"^Tests: (\S+?)::", message, re.MULTILINE):
-            files[file] = None
-    return list(files)
+    """The test files that the patches add or change, in the order of the series."""
+    pattern = re.compile(r"^\+\+\+ b/(tests/\S*/test_\w+\.py)$", re.MULTILINE)
+    texts = [(patches / name).read_text() for name in series(patches)]
+    return list(dict.fromkeys(file for text in texts for file in pattern.findall(text)))
 
 
 def compile_insert(tree, folder):

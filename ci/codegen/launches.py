@@ -126,9 +126,9 @@ def cache(rows: int, width: int, dtype: torch.dtype = torch.uint8) -> torch.Tens
     return _pool().view(dtype).as_strided((pages, rows, width), strides)
 
 
-def ragged(entries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices and indptr, with `entries` for each of the tokens."""
-    return i32(TOKENS * entries), torch.arange(TOKENS + 1, dtype=torch.int32) * entries
+def ragged(entries: int, rows: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and indptr, with `entries` for each row."""
+    return i32(rows * entries), torch.arange(rows + 1, dtype=torch.int32) * entries
 
 
 def requests() -> dict[str, torch.Tensor]:
@@ -168,19 +168,19 @@ def indexer_k_gather() -> None:
     )
 
 
-@launch()
-def pack_window() -> None:
-    sparse.build_ragged_indices_from_dense(i32(TOKENS, WINDOW), i32(TOKENS) + 8)
+def accepted(function: Callable, **arguments: Any) -> dict[str, Any]:
+    """Those of the arguments that the tree's function has."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in names}
 
 
-@launch(("64 heads", 64), ("8 heads", 8))
+@launch(("64 heads", 64), ("32 heads", 32), ("8 heads", 8))
 def prefill(heads: int) -> None:
     indices, indptr = ragged(TOPK + WINDOW)
     sparse.rocm_sparse_attn_prefill(
         q=bf16(TOKENS, heads, HEAD),
         kv=bf16(4096, 1, HEAD),
-        indices=indices,
-        topk_length=None,
+        **accepted(sparse.rocm_sparse_attn_prefill, indices=indices, topk_length=None),
         scale=HEAD**-0.5,
         head_dim=HEAD,
         nope_head_dim=NOPE,
@@ -193,23 +193,32 @@ def prefill(heads: int) -> None:
 
 
 @launch(
-    ("C4, 64 heads", 64, 64),
-    ("C128, 64 heads", 64, 2),
-    ("SWA, 64 heads", 64, 0),
-    ("C4, 8 heads", 8, 64),
+    # Where the tile goes by the batch: one for each, shared by programs and not.
+    ("C4, 64 heads", 64, 64, TOKENS),
+    ("C128, 64 heads", 64, 2, TOKENS),
+    ("SWA, 64 heads", 64, 0, TOKENS),
+    ("C4, 64 heads, 128 queries", 64, 64, 128),
+    ("C128, 64 heads, 128 queries", 64, 2, 128),
+    ("C4, 64 heads, 512 queries", 64, 64, 512),
+    ("SWA, 64 heads, 512 queries", 64, 0, 512),
+    ("C4, 8 heads", 8, 64, TOKENS),
+    ("C4, 8 heads, 512 queries", 8, 64, 512),
 )
-def decode(heads: int, extra_rows: int) -> None:
-    window, window_indptr = ragged(WINDOW)
-    topk, topk_indptr = ragged(TOPK) if extra_rows else (None, None)
+def decode(heads: int, extra_rows: int, queries: int) -> None:
+    window, window_indptr = ragged(WINDOW, queries)
+    topk, topk_indptr = ragged(TOPK, queries) if extra_rows else (None, None)
     sparse.rocm_sparse_attn_decode(
-        q=bf16(TOKENS, heads, HEAD),
+        q=bf16(queries, heads, HEAD),
         kv_cache=cache(extra_rows, KEY) if extra_rows else None,
         swa_k_cache=cache(64, KEY),
         swa_only=not extra_rows,
-        topk_indices=None,
-        topk_lens=i32(TOKENS) if extra_rows else None,
-        swa_indices=i32(TOKENS, 1, WINDOW),
-        swa_lens=i32(TOKENS),
+        **accepted(
+            sparse.rocm_sparse_attn_decode,
+            topk_indices=None,
+            topk_lens=i32(queries) if extra_rows else None,
+            swa_indices=i32(queries, 1, WINDOW),
+            swa_lens=i32(queries),
+        ),
         swa_ragged_indices=window,
         swa_ragged_indptr=window_indptr,
         topk_ragged_indices=topk,
@@ -219,13 +228,13 @@ def decode(heads: int, extra_rows: int) -> None:
         head_dim=HEAD,
         nope_head_dim=NOPE,
         rope_head_dim=ROPE,
-        output=bf16(TOKENS, heads, HEAD),
+        output=bf16(queries, heads, HEAD),
     )
 
 
 def combine(module: Any, ratio: int, topk: int, function: str) -> None:
     getattr(module, function)(
-        i32(TOKENS, TOPK),
+        i32(TOKENS, topk or TOPK),
         **requests(),
         window_size=WINDOW,
         compress_ratio=ratio,
@@ -235,12 +244,7 @@ def combine(module: Any, ratio: int, topk: int, function: str) -> None:
     )
 
 
-@launch(("C4", 4, TOPK), ("SWA", 1, 0))
-def combine_rocm(ratio: int, topk: int) -> None:
-    combine(rocm, ratio, topk, "combine_topk_swa_indices")
-
-
-@launch(("C4", 4, TOPK))
+@launch(("C4", 4, TOPK), ("C128", 128, 1024), ("SWA", 1, 0))
 def combine_ragged(ratio: int, topk: int) -> None:
     combine(rocm, ratio, topk, "combine_topk_swa_indices_ragged")
 
@@ -252,9 +256,57 @@ def combine_common(ratio: int, topk: int) -> None:
 
 @launch()
 def global_topk_ragged() -> None:
-    rocm.compute_global_topk_ragged_indices_and_indptr(
-        i32(TOKENS, TOPK), i32(TOKENS), i32(REQUESTS, 64), 64, i32(TOKENS).bool()
+    function = rocm.compute_global_topk_ragged_indices_and_indptr
+    arguments = accepted(
+        function,
+        positions=i64(TOKENS),
+        token_to_req_indices=i32(TOKENS),
+        is_valid_token=i32(TOKENS).bool(),
+        slot_mapping=i64(TOKENS),
+        req_id_per_token=i32(TOKENS),
+        compress_ratio=4,
+        topk_lens=i32(TOKENS),
+        global_topk_ragged=i32(TOKENS * TOPK),
+        topk_indptr=i32(TOKENS + 1),
     )
+    function(
+        i32(TOKENS, TOPK), block_table=i32(REQUESTS, 64), block_size=64, **arguments
+    )
+
+
+def decode_rows(kernel: str, ratio: int, width: int) -> None:
+    """Launch a kernel of a metadata builder, if the tree has it."""
+    if not hasattr(rocm, kernel):
+        return
+    where, table = requests(), i32(REQUESTS, 64)
+    compressed = ratio > 1
+    getattr(rocm, kernel)[(TOKENS,)](
+        i32(TOKENS * width) if width else None,
+        i32(TOKENS + 1) if width else None,
+        *((i64(8192), i32(8192), 8192) if compressed else ()),
+        where["query_start_loc"],
+        where["seq_lens"],
+        i64(TOKENS) if width else None,
+        table,
+        table.stride(0),
+        256 // ratio if compressed else 64,
+        *((REQUESTS, REQUESTS) if compressed else (REQUESTS,)),
+        **({"RATIO": ratio} if compressed else {}),
+        WIDTH=width,
+        MAX_QUERY_LEN=2,
+        REQS_PER_LOAD=1024,
+        BLOCK_SIZE=min(width, 1024) or 1,
+    )
+
+
+@launch()
+def swa_rows() -> None:
+    decode_rows("_build_swa_metadata_kernel", 1, WINDOW)
+
+
+@launch(("C4", 4, 0), ("C128", 128, 8192))
+def compressed_rows(ratio: int, width: int) -> None:
+    decode_rows("_build_compressed_metadata_kernel", ratio, width)
 
 
 @launch()

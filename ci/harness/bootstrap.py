@@ -60,8 +60,10 @@ class _PlatformsFinder(importlib.abc.MetaPathFinder):
         spec.loader.exec_module = self._then_replace(spec.loader.exec_module)
         return spec
 
-    @staticmethod
-    def _then_replace(original):
+    def __init__(self, gpus: bool):
+        self.gpus = gpus
+
+    def _then_replace(self, original):
         def exec_module(module):
             original(module)
             detectors = getattr(module, "builtin_platform_plugins", None)
@@ -72,8 +74,21 @@ class _PlatformsFinder(importlib.abc.MetaPathFinder):
                 )
             detectors.clear()
             detectors["cpu"] = lambda: CPU_PLATFORM
+            if self.gpus:
+                _know_the_gpu()
 
         return exec_module
+
+
+def _know_the_gpu() -> None:
+    """Let vLLM's CPU platform say how many compute units the GPU has."""
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+
+    def num_compute_units(cls, device_id: int = 0) -> int:
+        return torch.cuda.get_device_properties(device_id).multi_processor_count
+
+    CpuPlatform.num_compute_units = classmethod(num_compute_units)
 
 
 def install(hide_gpus: bool = True) -> None:
@@ -100,7 +115,7 @@ def install(hide_gpus: bool = True) -> None:
     if importlib.util.find_spec("aiter") is not None:
         # A real AITER would make the results depend on the box.
         sys.modules["aiter"] = None  # type: ignore[assignment]
-    sys.meta_path.insert(0, _PlatformsFinder())
+    sys.meta_path.insert(0, _PlatformsFinder(gpus=not hide_gpus))
     sys.meta_path.insert(0, aiter.FINDER)
     sys.meta_path.append(_VersionFinder())
 
