@@ -68,17 +68,32 @@ def start(
     *,
     stdin: int = subprocess.DEVNULL,
     stdout: int = subprocess.PIPE,
+    stderr: int = subprocess.PIPE,
     env: Mapping[str, str] | None = None,
+    own_group: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start ``command`` with pipes, for streams too large to hold in memory."""
+    """Start ``command`` with pipes, for streams too large to hold in memory.
+
+    With ``own_group`` it leads a process group, so that its children can be ended
+    with it.
+    """
     return subprocess.Popen(
         [os.fspath(part) for part in command],
         env=clean_environment(env),
         stdin=stdin,
         stdout=stdout,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
+        start_new_session=own_group,
         pass_fds=tuple(_inherited_fds),
     )
+
+
+def become(
+    command: Sequence[str | os.PathLike[str]], env: Mapping[str, str] | None = None
+) -> None:
+    """Let ``command`` take this process's place; does not return."""
+    arguments = [os.fspath(part) for part in command]
+    os.execve(arguments[0], arguments, clean_environment(env))
 
 
 def tail(text: bytes, lines: int = 20) -> tuple[str, ...]:
