@@ -13,13 +13,16 @@ from .pins import Project
 from .prove import SLOTS
 from .worktree import APPLIED, BACKUP, BASE, HALF_MADE, Tree
 
+# Folders of build/ that are made anew whenever they are needed.
+_MADE = (SLOTS, "dist", "image", "logs")
+
 
 def targets(project: Project, *, cache: bool) -> list[Path]:
     """What a clean would remove."""
     made = [
         path
         for path in (project.build.iterdir() if project.build.is_dir() else ())
-        if path.name == SLOTS or path.name.startswith(HALF_MADE) or _is_ours(path)
+        if path.name in _MADE or path.name.startswith(HALF_MADE) or _is_ours(path)
     ]
     return sorted(made) + ([project.cache] if cache and project.cache.exists() else [])
 

@@ -200,9 +200,17 @@ jobs_option = click.option(
 
 
 @verb
-def doctor(session: Session) -> None:
+@click.option("--serve", is_flag=True,
+              help="Say, too, what the machine lacks to serve the model.")  # fmt: skip
+@click.option("--gpus", default=1, show_default=True, type=click.IntRange(1),
+              help="With --serve: how many GPUs are wanted.")  # fmt: skip
+@click.option("--python", default="python3", show_default=True, metavar="PROGRAM",
+              help="With --serve: the Python that vLLM is installed for.")  # fmt: skip
+def doctor(session: Session, serve: bool, gpus: int, python: str) -> None:
     """Say what this machine and checkout lack, and what mends it."""
     findings = doctor_module.doctor(session.project, session.pin)
+    if serve:
+        findings += cli_ship.serve_findings(session, gpus, python)
     colors = {"ok": "green", "warning": "yellow", "problem": "red"}
     table = Table("", "", "", box=None, show_header=False)
     for item in findings:
@@ -614,3 +622,6 @@ def clean(session: Session, cache: bool, discard: bool, dry_run: bool) -> None:
     for path in removed:
         session.say(f"{'would remove' if dry_run else 'removed'} {escape(str(path))}")
     session.answer({"removed": [str(path) for path in removed], "dry_run": dry_run})
+
+
+from . import cli_ship  # noqa: E402  (its commands need the above)
