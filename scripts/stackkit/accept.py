@@ -122,8 +122,8 @@ def _plain(number: str) -> str:
     number = number.replace(",", "")
     if "." in number:
         number = number.rstrip("0").rstrip(".")
-    sign = "-" if number.startswith("-") else ""
-    return sign + (number.lstrip("-").lstrip("0") or "0")
+    digits = number.lstrip("-").lstrip("0") or "0"
+    return f"-{digits}" if number.startswith("-") and digits != "0" else digits
 
 
 def gsm8k(

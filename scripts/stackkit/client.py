@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,10 @@ API_KEY = "VLLM_API_KEY"  # vLLM's own name for it
 _MEND = "look at the server's log, and start it again: scripts/stack serve"
 
 Prompt = str | list[int]
+
+
+class Silence(StackError):
+    """The server does not answer any more: asking on would only take time."""
 
 
 @dataclass(frozen=True)
@@ -249,16 +254,17 @@ class Server:
             raise self._failed(path, error, wait) from error
 
     def _failed(self, path: str, error: Exception, wait: float) -> StackError:
+        kind = StackError
         if isinstance(error, httpx2.ConnectError):
-            what = "cannot be reached"
+            kind, what = Silence, "cannot be reached"
         elif isinstance(error, httpx2.TimeoutException):
-            what = f"did not answer for {wait:.0f} s"
+            kind, what = Silence, f"did not answer for {wait:g} s"
         elif isinstance(error, httpx2.RemoteProtocolError):
             what = "broke off its answer"
         else:
             what = f"does not answer: {type(error).__name__}"
         detail = str(error)
-        return StackError(
+        return kind(
             f"{self.url}{path} {what}", mend=_MEND, details=(detail,) if detail else ()
         )
 
@@ -285,10 +291,11 @@ def _checked(url: str) -> str:
         StackError: if it is not one.
     """
     try:
-        parsed = httpx2.URL(url)
-    except httpx2.InvalidURL as error:
+        parsed = urllib.parse.urlsplit(url)
+        parsed.port  # noqa: B018  (raises if it is not a number)
+    except ValueError as error:
         raise _no_url(url) from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    if parsed.scheme not in ("http", "https") or not parsed.hostname:
         raise _no_url(url)
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 

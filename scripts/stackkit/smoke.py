@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import prompts
-from .client import Completion, Model, Server
+from .client import Completion, Model, Server, Silence
 from .doctor import NOT_RUN, OK, PROBLEM, Finding
 from .errors import USAGE, StackError
 from .report import Step
@@ -128,11 +128,18 @@ def smoke(
     outputs: list[Output] = []
     sent = hashlib.sha256()
 
+    silent = False
+
     def ask(what: str, question: Callable[[], Iterator[Finding]]) -> None:
+        nonlocal silent
         step(what)
+        if silent:
+            findings.append(Finding(what, NOT_RUN, "the server no longer answers"))
+            return
         try:
             findings.extend(question())
         except StackError as error:
+            silent = isinstance(error, Silence)
             detail = "; ".join([error.message, *error.details])
             findings.append(Finding(what, PROBLEM, detail, error.mend))
 
