@@ -6,12 +6,15 @@ nothing is changed.  It needs nothing but Python, and runs without a GPU.
 """
 
 import argparse
+import gzip
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import sys
 import tarfile
+import zlib
 from pathlib import Path
 
 MANIFEST = "MANIFEST.json"
@@ -34,7 +37,8 @@ def installed():
 def read(archive):
     """The manifest and the files, whole or not at all."""
     try:
-        with tarfile.open(archive) as tar:
+        plain = gzip.decompress(archive.read_bytes())  # whole, or it raises
+        with tarfile.open(fileobj=io.BytesIO(plain)) as tar:
             files = {m.name: tar.extractfile(m).read() for m in tar if m.isfile()}
         told = json.loads(files.pop(MANIFEST))
         wanted = {
@@ -43,8 +47,8 @@ def read(archive):
             if entry["after"] is not None
         }
         found = {k: hashlib.sha256(v).hexdigest() for k, v in files.items()}
-    except (OSError, EOFError, tarfile.TarError, ValueError, KeyError) as error:
-        sys.exit(f"error: {archive} is not an overlay: {error}")
+    except (OSError, EOFError, zlib.error, tarfile.TarError, ValueError, KeyError) as e:
+        sys.exit(f"error: {archive} is not an overlay: {e}")
     if found != wanted:
         sys.exit(f"error: {archive}: its files are not those of its manifest")
     return told, files

@@ -53,7 +53,7 @@ def left_out(patches: list[Patch]) -> dict[str, str]:
     for patch in patches:
         paths = compiled(patch)
         if paths:
-            why[patch.name] = f"changes {', '.join(paths)}, which is compiled"
+            why[patch.name] = f"changes {', '.join(paths)}, which takes a build"
     while True:
         more = _follow(patches, why)
         if not more:
