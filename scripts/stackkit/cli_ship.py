@@ -266,8 +266,7 @@ def serve(
         )  # fmt: skip
         return
     wanted = recipes.find(session.project, session.pin, recipe)
-    more = (*(("--model", model) if model else ()), *flags)
-    line = serving.command(wanted, *more, eager=eager, port=port)
+    line = serving.command(wanted, model, *flags, eager=eager, port=port)
     variables = [f"{k}={v}" for k, v in wanted.environment.items()]
     session.say(escape(" ".join([*variables, shlex.join(line)])))
     if dry_run:
@@ -348,11 +347,10 @@ class Choice:
             return
         assert self.recipe is not None
         found = recipes.find(self.session.project, self.session.pin, self.recipe)
-        more = ("--model", self.checkpoint) if self.checkpoint else ()
         self.session.step(f"starting {found.name}{' without graphs' if eager else ''}")
         with serving.running(
             found,
-            *more,
+            self.checkpoint,
             eager=eager,
             port=self.port,
             log=self.log(eager),

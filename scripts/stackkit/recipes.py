@@ -41,9 +41,10 @@ class Recipe:
             count *= int(self.flags.get(size, 1))
         return count
 
-    def command(self, *more: str) -> tuple[str, ...]:
-        """What serves it; flags in ``more`` win over those of the file."""
-        return ("vllm", "serve", "--config", os.fspath(self.path), *more)
+    def command(self, checkpoint: str | None, *more: str) -> tuple[str, ...]:
+        """What serves it; ``checkpoint`` and flags in ``more`` win over the file's."""
+        model = (checkpoint,) if checkpoint else ()
+        return ("vllm", "serve", *model, "--config", os.fspath(self.path), *more)
 
     def own_environment(self, caller: Mapping[str, str]) -> dict[str, str]:
         """What is to be set; what the caller has set itself stays."""

@@ -36,12 +36,14 @@ def program() -> str:
     return found
 
 
-def command(recipe: Recipe, *more: str, eager: bool, port: int) -> tuple[str, ...]:
-    """What serves a recipe."""
+def command(
+    recipe: Recipe, checkpoint: str | None, *more: str, eager: bool, port: int
+) -> tuple[str, ...]:
+    """What serves a recipe; ``checkpoint`` is a folder, if not the recipe's model."""
     flags = [*more, "--port", str(port)]
     if eager:
         flags.append("--enforce-eager")
-    return recipe.command(*flags)
+    return recipe.command(checkpoint, *flags)
 
 
 def serve(recipe: Recipe, arguments: tuple[str, ...]) -> None:
@@ -56,7 +58,8 @@ def serve(recipe: Recipe, arguments: tuple[str, ...]) -> None:
 @contextlib.contextmanager
 def running(
     recipe: Recipe,
-    *more: str,
+    checkpoint: str | None,
+    *,
     eager: bool,
     port: int,
     log: Path,
@@ -68,7 +71,7 @@ def running(
 
     Args:
         recipe: What to serve.
-        more: Further flags for vLLM.
+        checkpoint: A folder, if not the recipe's model.
         eager: Whether it runs without graphs.
         port: Where it listens.
         log: Where its output goes.
@@ -80,7 +83,7 @@ def running(
         StackError: if vLLM is not installed, the server ends by itself, or it is not
             ready in time.
     """
-    arguments = command(recipe, *more, eager=eager, port=port)
+    arguments = command(recipe, checkpoint, eager=eager, port=port)
     url = f"http://127.0.0.1:{port}"
     server = Server(url, timeout=timeout, first_timeout=wait)
     if server.healthy():

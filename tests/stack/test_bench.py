@@ -175,7 +175,7 @@ def test_smoke_with_a_recipe_compares_an_eager_server_with_one_with_graphs(
     mentions(result, "192 tokens are the same", "eager: 129 tokens")
     first, second = vllm.calls
     assert first["arguments"] == [
-        "serve", "--config", str(recipes / "tp4.yaml"), "--model", "/models/flash",
+        "serve", "/models/flash", "--config", str(recipes / "tp4.yaml"),
         "--port", port, "--enforce-eager",
     ]  # fmt: skip
     assert second["arguments"] == first["arguments"][:-1]
