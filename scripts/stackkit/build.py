@@ -361,6 +361,27 @@ def _wheel(made: Source, planned: Plan, python: str, jobs: int, step: Step) -> P
     return target
 
 
+def install_command(python: str, wheel: Path) -> tuple[str, ...]:
+    """Installs a wheel, and never another PyTorch along with it."""
+    options = ("--no-deps", "--force-reinstall")
+    return (python, "-m", "pip", "install", *options, str(wheel))
+
+
+def install(command: tuple[str, ...]) -> None:
+    """Run the command.
+
+    Raises:
+        StackError: if pip fails.
+    """
+    done = process.run(command)
+    if done.returncode:
+        raise StackError(
+            "the wheel could not be installed",
+            mend=" ".join(command),
+            details=process.tail(done.stderr, 5),
+        )
+
+
 def check_wheel(path: Path, planned: Plan) -> Iterator[Finding]:
     """Whether a wheel is of this version and has code for the GPUs it is for."""
     version = path.name.split("-")[1]

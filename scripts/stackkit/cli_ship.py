@@ -18,8 +18,9 @@ from . import accept as accept_module
 from . import bench as bench_module
 from . import build as build_module
 from . import image as image_module
-from . import preflight, recipes, serving, status
+from . import patchfile, preflight, recipes, serving, standin, status
 from . import smoke as smoke_module
+from . import verified as verified_module
 from .apply import tree_of
 from .cli import Session, dry_run_option, jobs_option, verb
 from .client import Model, Server
@@ -85,6 +86,8 @@ def _source(session: Session, names: tuple[str, ...]) -> build_module.Source:
               "default: all that can be in one.")  # fmt: skip
 @click.option("--any-toolchain", is_flag=True,
               help="Build with another ROCm or PyTorch than the release's.")  # fmt: skip
+@click.option("--install", is_flag=True,
+              help="Install the wheel, and nothing else.")  # fmt: skip
 @click.option("--no-hip", is_flag=True,
               help="Where there is no ROCm, compile no C++ either.")  # fmt: skip
 @jobs_option
@@ -95,6 +98,7 @@ def build(
     python: str,
     names: tuple[str, ...],
     any_toolchain: bool,
+    install: bool,
     no_hip: bool,
     jobs: int,
     dry_run: bool,
@@ -115,6 +119,11 @@ def build(
         any_toolchain=any_toolchain,
         hip=not no_hip,
     )
+    if install and not plan.wheel:
+        raise StackError(
+            "there is no ROCm here, so there is no wheel to install",
+            mend="build where ROCm is, or in the base image: scripts/stack image",
+        )
     session.say(f"version {plan.version}, for {plan.arch}, tree {plan.tree[:12]}")
     say_findings(session, plan.checks)
     for number, action in enumerate(plan.actions, 1):
@@ -157,10 +166,14 @@ def build(
     say_findings(session, built.findings)
     for path in built.files:
         session.say(f"made {escape(str(path))}, {path.stat().st_size / 1e6:.1f} MB")
+    ok = all(item.state != PROBLEM for item in built.findings)
     if plan.wheel:
-        wheel = shlex.quote(str(built.files[-1]))
-        line = f"{python} -m pip install --no-deps --force-reinstall {wheel}"
-        session.say(f"install it: {escape(line)}")
+        line = build_module.install_command(python, built.files[-1])
+        if install and ok:
+            build_module.install(line)
+            session.say("installed")
+        else:
+            session.say(f"install it: {escape(shlex.join(line))}")
     else:
         for name, why in made.overlay.left_out.items():
             session.say(f"[dim]not in the overlay: {escape(name)} {escape(why)}[/]")
@@ -170,7 +183,7 @@ def build(
             "files": [str(path) for path in built.files],
             "findings": [asdict(item) for item in built.findings],
         },
-        ok=all(item.state != PROBLEM for item in built.findings),
+        ok=ok,
     )
 
 
@@ -185,6 +198,10 @@ def build(
 @click.option("--source-url", default="", help="For the image's labels.")
 @click.option("--context-only", is_flag=True,
               help="Write the build context, and do not build.")  # fmt: skip
+@click.option("--stand-in", is_flag=True,
+              help="Build only the stages that need no ROCm, with buildah.")  # fmt: skip
+@click.option("--require", is_flag=True,
+              help="With --stand-in: fail if there is no builder.")  # fmt: skip
 @dry_run_option
 def image(
     session: Session,
@@ -194,6 +211,8 @@ def image(
     tag: str | None,
     source_url: str,
     context_only: bool,
+    stand_in: bool,
+    require: bool,
     dry_run: bool,
 ) -> None:
     """Build the image of Dockerfile.rocm with docker."""
@@ -211,13 +230,25 @@ def image(
     )
     session.say(f"version {wanted.arguments['STACK_VERSION']}, for {arch}")
     session.say(f"1. write the build context: {escape(str(wanted.context))}")
-    session.say(f"2. {escape(shlex.join(wanted.command))}")
+    if stand_in:
+        stages = ", ".join(standin.STAGES)
+        session.say(f"2. build {stages} on a stand-in for the base, with buildah")
+    else:
+        session.say(f"2. {escape(shlex.join(wanted.command))}")
+    found = standin.StandIn()
     if not dry_run:
         with session.lock():
             image_module.write_context(session.project, session.pin, made)
-        if not context_only:
+        if stand_in:
+            found = standin.stand_in(session.project, session.pin, made, session.step)
+        elif not context_only:
             image_module.build_image(wanted)
             session.say(f"made {escape(wanted.tag)}")
+    say_findings(session, found.findings)
+    for reason in found.missing:
+        session.say(f"[yellow]not run:[/] {escape(reason)}")
+    if found.missing:
+        session.say(f"[yellow]mend:[/] {escape(standin.MEND)}")
     session.answer(
         {
             "context": str(wanted.context),
@@ -225,8 +256,12 @@ def image(
             "target": target,
             "arguments": wanted.arguments,
             "command": list(wanted.command),
+            "findings": [asdict(item) for item in found.findings],
+            "missing": list(found.missing),
             "dry_run": dry_run,
-        }
+        },
+        ok=all(item.state != PROBLEM for item in found.findings)
+        and not (require and found.missing),
     )
 
 
@@ -660,3 +695,38 @@ def _say_score(session: Session, score: accept_module.Score) -> bool:
         for line in score.wrong:
             session.say(f"  {escape(line)}")
     return score.ok
+
+
+@verb
+def newest(session: Session) -> None:
+    """Print the newest vLLM release on the package index."""
+    from . import index  # takes half a second
+
+    found = index.newest(session.pin.sdist.name)
+    session.say(found)
+    session.answer({"version": found})
+
+
+@verb
+@click.option("--update", is_flag=True, help="Rewrite the table of the page.")
+def verified(session: Session, update: bool) -> None:
+    """Show where each patch was shown to be right, by its trailers.
+
+    Fails if docs/verification.md says something else.
+    """
+    patches = patchfile.load(session.project.patches(session.pin))
+    session.say(escape(verified_module.table(patches)))
+    path = verified_module.page(session.project)
+    text = path.read_text("utf-8")
+    renewed = verified_module.renewed(text, patches)
+    if update and renewed != text:
+        path.write_text(renewed, "utf-8")
+        session.say(f"written: {escape(str(path))}")
+    stale = renewed != text and not update
+    if stale:
+        session.say(
+            f"{escape(str(path))}: [red]its table is not this one[/]\n"
+            "[yellow]mend:[/] scripts/stack verified --update"
+        )
+    told = {p.name: verified_module.layers(p) for p in patches}
+    session.answer({"patches": told, "stale": stale}, ok=not stale)

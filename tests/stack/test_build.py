@@ -296,6 +296,8 @@ Path(told["call"]).write_text(json.dumps({
 if told.get("exit"):
     print("fatal error: hip/hip_fp8.h: no such file", file=sys.stderr)
     sys.exit(told["exit"])
+if sys.argv[1] == "install":
+    sys.exit(0)
 target = Path(sys.argv[sys.argv.index("--wheel-dir") + 1])
 target.mkdir(exist_ok=True)
 version = told.get("version") or os.environ["VLLM_VERSION_OVERRIDE"]
@@ -422,6 +424,24 @@ def test_a_build_that_fails_ends_with_its_last_words(machine):
     mentions(result, "the build failed; its log is", "hip/hip_fp8.h: no such file")
     assert not list(dist(machine.lab).glob("*.whl"))
     assert not list(dist(machine.lab).glob(".wheel-*"))
+
+
+def test_the_wheel_is_installed_alone(machine):
+    result = machine.build("--install")
+    assert result.code == 0, result.text
+    (wheel,) = dist(machine.lab).glob("*.whl")
+    options = ["install", "--no-deps", "--force-reinstall", str(wheel)]
+    assert machine.call["arguments"] == options
+    machine.told["extensions"] = {}  # nothing is installed that is not right
+    assert machine.build("--install").code == 1
+    assert machine.call["arguments"][0] == "wheel"
+
+
+def test_without_rocm_there_is_nothing_to_install(project):
+    result = build(project, "--install")
+    assert result.code == 1
+    mentions(result, "there is no wheel to install", "scripts/stack image")
+    assert not dist(project).exists()
 
 
 @pytest.mark.parametrize(

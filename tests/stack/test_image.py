@@ -16,7 +16,7 @@ import pytest
 from dockerfile_parse import DockerfileParser
 from fake_server import Behavior, serving
 from lab import ROOT, changes_nothing, mentions, replace
-from stackkit import image, pins, recipes
+from stackkit import build, image, pins, recipes, standin
 
 DOCKERFILE = ROOT / "Dockerfile.rocm"
 PROJECT = pins.load(ROOT)
@@ -418,3 +418,63 @@ def test_the_health_check_follows_the_server():
     assert ask(url) == 1
     with serving(Behavior("unhealthy")) as url:
         assert ask(url) == 1
+
+
+# -- the stages on a stand-in ----------------------------------------------------
+
+
+@pytest.fixture
+def made(project):
+    return build.source(
+        pins.load(project.root),
+        pins.load(project.root).pin(None),
+        (),
+        lambda done, total: None,
+        lambda what: None,
+    )
+
+
+def states(findings) -> set[str]:
+    return {item.state for item in findings}
+
+
+def test_without_a_builder_the_stages_are_not_run(project, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    result = project.ok("image", "--stand-in")
+    mentions(result, "not run: there is no buildah", "apt-get install", "mend:")
+    assert project.run("image", "--stand-in", "--require").code == 1
+
+
+def test_a_stage_that_lacks_a_byte_of_the_source_is_found_out(project, made, tmp_path):
+    project.ok("apply")
+    root = tmp_path / "root"
+    shutil.copytree(project.tree, root / "src" / "vllm", symlinks=True)
+    assert states(standin.source(root, made)) == {"ok"}
+    path = root / "src" / "vllm" / "vllm" / "alpha.py"
+    path.write_bytes(path.read_bytes()[:-1])
+    (found,) = standin.source(root, made)
+    assert found.state == "problem" and "vllm/alpha.py" in found.detail
+    (root / "src" / "vllm" / "link.py").unlink()
+    (found,) = standin.source(root, made)
+    assert found.detail.startswith("2 files are wrong")
+
+
+def test_a_layout_with_another_user_or_mode_is_found_out(tmp_path):
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "var" / "cache" / "mi300x" / "vllm").mkdir(parents=True)
+    (tmp_path / "etc" / "passwd").write_text("vllm:x:1000:0::/home/vllm:/bin/bash\n")
+    assert states(standin.layout(tmp_path)) == {"problem"}
+
+
+def test_an_overlay_that_is_not_laid_is_found_out(made, tmp_path):
+    site = tmp_path / "usr/lib/python3/dist-packages"
+    for path, (before, after) in made.overlay.files.items():
+        (site / path).parent.mkdir(parents=True, exist_ok=True)
+        (site / path).write_bytes(after)
+    (tmp_path / "app").mkdir()
+    record = tmp_path / "app" / "versions.txt"
+    record.write_text(f"MI300X_OVERLAY: {made.overlay_version}\n")
+    assert states(standin.overlaid(tmp_path, made)) == {"ok"}
+    (site / path).write_bytes(before)
+    record.write_text("MI300X_OVERLAY: 1\n")
+    assert states(standin.overlaid(tmp_path, made)) == {"problem"}
