@@ -91,6 +91,27 @@ def _trust(options: dict[str, list[str]]) -> ssl.SSLContext:
     return context
 
 
+def newest(name: str) -> str:
+    """The newest release of a package on the configured index.
+
+    Raises:
+        StackError: if no index offers it.
+    """
+    try:
+        matches = list(finder().find_matches(name))
+    except (httpx2.HTTPError, OSError) as error:
+        raise StackError(
+            f"the package index cannot be reached: {error}",
+            mend="check the network and PIP_INDEX_URL",
+        ) from error
+    if not matches or matches[0].version is None:
+        raise StackError(
+            f"no configured package index offers {name}",
+            mend="check the network and PIP_INDEX_URL",
+        )
+    return matches[0].version
+
+
 def download_sdist(
     name: str, version: str, sha256: str, folder: Path, progress: Progress
 ) -> Path:
