@@ -67,7 +67,8 @@ class Server:
             headers=headers,
             timeout=timeout,
             trust_env=False,
-            limits=httpx2.Limits(max_connections=None),
+            # Shorter than the 5 s after which vLLM closes an idle connection.
+            limits=httpx2.Limits(max_connections=None, keepalive_expiry=2),
         )
 
     # -- what it is ----------------------------------------------------------

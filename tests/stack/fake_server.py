@@ -260,13 +260,17 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128  # all that are asked at once
+
+
 @contextlib.contextmanager
 def serving(behavior: Behavior, port: int = 0) -> Iterator[str]:
     """A server on a free port; gives its URL."""
     handler = type("Bound", (Handler,), {"behavior": behavior})
-    with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
-        server.daemon_threads = True
-        server.block_on_close = False
+    with Server(("127.0.0.1", port), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:

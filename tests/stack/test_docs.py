@@ -75,6 +75,7 @@ NEEDS = {
     "make bench URL": "an MI300X",
     "VLLM_ROCM_USE_AITER=1 vllm serve": "an MI300X",
     "python -m pytest": "an MI300X",
+    "python3 -m pytest": "an MI300X",
     "pytest -q tests": "an MI300X",
     "python3 bench/": "a GPU",
     "make image ARGS=\"--target overlay\"": "docker",
