@@ -104,6 +104,14 @@ def commits_of(repository: git.Repository, patches: list[Patch]) -> list[Applied
     return done
 
 
+def moved_commit(
+    repository: git.Repository, commit: str, tree: str, parent: str
+) -> str:
+    """``commit`` again, with another tree and parent: same message, author, dates."""
+    old = repository.commit(commit)
+    return repository.write_commit(tree, [parent], old.message, old.author, old.author)
+
+
 def known_commits(tree: Tree, patches: list[Patch]) -> list[Applied]:
     """As :func:`commits_of`, from the record if it is of these very patches."""
     repository = tree.repository

@@ -45,19 +45,21 @@ class Source:
 
 def cached_archive(project: Project, pin: Pin) -> Path | None:
     """The release's archive in the cache, if it is there (not yet verified)."""
-    folder = _archives(project)
+    if pin.sdist is None:
+        return None
     version = pin.release.removeprefix("v")
-    path = folder / f"{pin.sdist.name}-{version}.tar.gz"
+    path = archives(project) / f"{pin.sdist.name}-{version}.tar.gz"
     return path if path.is_file() else None
 
 
-def _archives(project: Project) -> Path:
+def archives(project: Project) -> Path:
+    """Where the cache keeps source archives."""
     return project.cache / "sdist"
 
 
 def submodule_repository(project: Project) -> git.Repository | None:
     """The submodule's git directory, if it has been initialised."""
-    return _open(project.submodule) if any_entry(project.submodule) else None
+    return open_repository(project.submodule) if any_entry(project.submodule) else None
 
 
 def any_entry(folder: Path) -> bool:
@@ -79,6 +81,7 @@ def fill(
     """
     source = _choose(project, pin, option, progress)
     if source.kind in ("cache", "index"):
+        assert pin.sdist is not None
         actual = hash_file(source.path)
         if actual != pin.sdist.sha256:
             raise wrong_archive(
@@ -86,10 +89,10 @@ def fill(
             )
     if source.path.is_dir():
         tree = _from_repository(repository, pin, source.path, source.path)
-    elif _is_bundle(source.path):
+    elif is_bundle(source.path):
         tree = _from_bundle(repository, pin, source.path)
     else:
-        tree = _from_archive(repository, pin, source)
+        tree = from_archive(repository, source, generated(pin))
     if tree != pin.tree:
         raise StackError(
             f"the base from {source} is not vLLM {pin.tag} as pinned",
@@ -125,6 +128,12 @@ def _choose(
     cached = cached_archive(project, pin)
     if cached is not None:
         return Source("cache", cached)
+    if pin.sdist is None:
+        raise StackError(
+            f"stack.toml names no source archive of {pin.release}, and the submodule "
+            f"does not have commit {pin.commit}",
+            mend=_ANOTHER,
+        )
     # Imported here: the network libraries would cost every command their start.
     from . import index
 
@@ -132,13 +141,13 @@ def _choose(
         pin.sdist.name,
         pin.release.removeprefix("v"),
         pin.sdist.sha256,
-        _archives(project),
+        archives(project),
         progress,
     )
     return Source("index", archive)
 
 
-def _open(path: Path) -> git.Repository | None:
+def open_repository(path: Path) -> git.Repository | None:
     """The repository at ``path``: bare, with .git, or with a .git file."""
     link = path / ".git"
     if link.is_file():  # a submodule or a linked work tree
@@ -155,7 +164,7 @@ def _from_repository(
     repository: git.Repository, pin: Pin, path: Path, named: Path
 ) -> str:
     """Copy the pinned tree from the repository at ``path``; users call it ``named``."""
-    source = _open(path)
+    source = open_repository(path)
     if source is None:
         raise StackError(f"--base {named}: is not a git repository", mend=_ANOTHER)
     tree = source.resolve(pin.commit + "^{tree}")
@@ -169,7 +178,7 @@ def _from_repository(
         )
     if tree == pin.tree:
         try:
-            repository.copy_tree_from(source, tree)
+            repository.copy_from(source, tree)
         except git.GitError as error:
             raise StackError(
                 f"{named} is damaged: it does not have all of tree {tree}",
@@ -179,7 +188,7 @@ def _from_repository(
     return tree
 
 
-def _is_bundle(path: Path) -> bool:
+def is_bundle(path: Path) -> bool:
     with open(path, "rb") as stream:
         return stream.readline(20).rstrip() in (b"# v2 git bundle", b"# v3 git bundle")
 
@@ -198,17 +207,29 @@ def _from_bundle(repository: git.Repository, pin: Pin, path: Path) -> str:
         return _from_repository(repository, pin, clone.git_dir, path)
 
 
-def _from_archive(repository: git.Repository, pin: Pin, source: Source) -> str:
+def generated(pin: Pin) -> tuple[str, ...]:
+    """What the build backend adds to the tagged tree."""
+    return pin.sdist.generated if pin.sdist else ()
+
+
+def from_archive(
+    repository: git.Repository, source: Source, generated: tuple[str, ...]
+) -> str:
     """Write an archive's files as a tree, through ``git fast-import``.
 
     Nothing is unpacked on disk, so no path in the archive can escape and no
     file mode, line ending or attribute of this machine can change a blob.
+
+    Args:
+        repository: Where the objects go.
+        source: The archive.
+        generated: Paths that are left out; one that ends with / is a folder.
     """
     path = source.path
     with open(path, "rb"):
         pass  # an error of the file system is told as such
     try:
-        return repository.import_tree(_members(path, pin))
+        return repository.import_tree(_members(path, generated))
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -219,9 +240,10 @@ def _from_archive(repository: git.Repository, pin: Pin, source: Source) -> str:
         ) from error
 
 
-def _members(path: Path, pin: Pin) -> Iterator[tuple[bytes, str, bytes]]:
+def _members(
+    path: Path, generated: tuple[str, ...]
+) -> Iterator[tuple[bytes, str, bytes]]:
     """The files of an archive below its top folder: mode, path, content."""
-    generated = pin.sdist.generated
     folders = tuple(name for name in generated if name.endswith("/"))
     with tarfile.open(path, "r:*") as archive:
         for member in archive:

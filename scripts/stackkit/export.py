@@ -6,6 +6,7 @@ import re
 import secrets
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from . import apply, git, patchfile, trailers
 from .base import IDENTITY
@@ -176,12 +177,11 @@ def _name_of(commit: git.Commit, names: dict[str, str]) -> str:
     return names[found[0]]
 
 
-def _series(tree: Tree, patches: list[Patch]) -> bytes:
-    """The series in the order of ``patches``.
+def _series(folder: Path, patches: list[Patch]) -> bytes:
+    """The series in the order of ``patches``, with the comments of ``folder``'s own.
 
     Comments at the top stay there, others stay above their entry.
     """
-    folder = tree.project.patches(tree.pin)
     lines = patchfile.series_lines(folder) if (folder / SERIES).is_file() else []
     comments: dict[str, list[str]] = {"": []}
     above = comments[""]
@@ -225,12 +225,20 @@ def export(project: Project, pin: Pin, *, dry_run: bool, step: Step) -> Result:
     return Result(changes, state.dirty)
 
 
-def record_of(tree: Tree, patches: list[Patch]) -> tuple[str, str]:
-    """Write the record of ``patches``; return it and the tip it records."""
+def record_of(
+    tree: Tree, patches: list[Patch], *, like: Path | None = None
+) -> tuple[str, str]:
+    """Write the record of ``patches``; return it and the tip it records.
+
+    Args:
+        tree, patches: What is recorded.
+        like: The folder whose series has the comments, if it is not the tree's own.
+    """
     commits = apply.commits_of(tree.repository, patches)
     tip = commits[-1].commit if commits else tree.repository.resolve(BASE)
     assert tip is not None
-    return tree.record(tip, patches, _series(tree, patches)), tip
+    folder = like or tree.project.patches(tree.pin)
+    return tree.record(tip, patches, _series(folder, patches)), tip
 
 
 def _changes(tree: Tree, patches: list[Patch]) -> list[Change]:
@@ -419,25 +427,23 @@ def _without(
     tip = repository.resolve(BASE)
     assert tip is not None
     moved = False
-    for applied in commits:
-        if applied.patch.name == target.name:
-            moved = True
-            continue
-        if not moved:
-            tip = applied.commit
-            continue
-        step(applied.patch.name)
-        merged, conflicts = repository.cherry_pick(applied.commit, tip)
-        if merged is None:
-            raise StackError(
-                f"{applied.patch.name} conflicts when {target.name} is taken out",
-                mend=f"declare it (Depends-On: {target.name}) and drop it too, or edit "
-                "it in the tree first",
-                details=tuple(conflicts),
-                code=CONFLICT,
-            )
-        old = repository.commit(applied.commit)
-        tip = repository.write_commit(
-            merged, [tip], old.message, old.author, old.author
-        )
+    with repository.merging() as merging:
+        for applied in commits:
+            if applied.patch.name == target.name:
+                moved = True
+                continue
+            if not moved:
+                tip = applied.commit
+                continue
+            step(applied.patch.name)
+            merge = merging.pick(applied.commit, tip)
+            if merge.tree is None:
+                raise StackError(
+                    f"{applied.patch.name} conflicts when {target.name} is taken out",
+                    mend=f"declare it (Depends-On: {target.name}) and drop it too, or "
+                    "edit it in the tree first",
+                    details=tuple(conflict.path for conflict in merge.conflicts),
+                    code=CONFLICT,
+                )
+            tip = apply.moved_commit(repository, applied.commit, merge.tree, tip)
     return tip

@@ -11,7 +11,9 @@ import contextlib
 import hashlib
 import os
 import re
+import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,6 +110,41 @@ class Commit:
         return self.message.split(b"\n", 1)[0].decode("utf-8", "replace")
 
 
+@dataclass(frozen=True)
+class Conflict:
+    """One path that a merge could not settle.
+
+    ``sides`` says which of base, ours and theirs have the path; ``content`` is the
+    file with its conflict markers (base shown, too), or one side's as it is.
+    """
+
+    path: str
+    sides: frozenset[str]
+    content: bytes | None
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What a merge gave: a tree, or conflicts."""
+
+    tree: str | None
+    conflicts: tuple[Conflict, ...]
+    words: tuple[str, ...]  # what git said about the conflicts
+
+
+_SIDES = {"1": "base", "2": "ours", "3": "theirs"}
+# So that a merge follows a file that was moved, however many were, and shows both
+# sides of a conflict with what they started from.
+_MERGE_OPTIONS = (
+    *("-c", "merge.renames=true"),
+    *("-c", "merge.renameLimit=100000"),
+    *("-c", "merge.directoryRenames=conflict"),
+    *("-c", "merge.conflictStyle=diff3"),
+    *("-c", "rerere.enabled=false"),
+)
+_SPARSE = ("-c", "core.sparseCheckout=true", "-c", "core.sparseCheckoutCone=false")
+
+
 def version() -> tuple[int, ...]:
     """The version of the git on PATH.
 
@@ -160,11 +197,18 @@ class Repository:
         """
         with tempfile.TemporaryDirectory(prefix="stack-bare-") as folder:
             self = cls.create(Path(folder) / "bare.git")
-            alternates = self.git_dir / "objects" / "info" / "alternates"
-            alternates.parent.mkdir(exist_ok=True)
-            places = [other.git_dir / "objects", *filter(None, [other.objects])]
-            alternates.write_bytes(b"".join(os.fsencode(p) + b"\n" for p in places))
+            self.borrow_from(other)
             yield self
+
+    def borrow_from(self, other: Repository) -> None:
+        """Let this repository read the objects of another one."""
+        alternates = self.git_dir / "objects" / "info" / "alternates"
+        alternates.parent.mkdir(exist_ok=True)
+        places = [other.git_dir / "objects", *filter(None, [other.objects])]
+        alternates.write_bytes(b"".join(os.fsencode(p) + b"\n" for p in places))
+        shallow = other.git_dir / "shallow"
+        if shallow.is_file():
+            shutil.copy2(shallow, self.git_dir / "shallow")
 
     @contextlib.contextmanager
     def quarantined(self) -> Iterator[Repository]:
@@ -187,13 +231,14 @@ class Repository:
         *arguments: str,
         stdin: bytes | None = None,
         env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
     ) -> subprocess.CompletedProcess[bytes]:
         """Run a git command and return it, whatever its exit status."""
         where: list[str | os.PathLike[str]] = [f"--git-dir={self.git_dir}"]
         if self.work_tree is not None:
             where.append(f"--work-tree={self.work_tree}")
         return process.run(
-            ["git", *_OPTIONS, *where, *arguments],
+            ["git", *_OPTIONS, *options, *where, *arguments],
             cwd=self.work_tree,
             env={**_ENVIRONMENT, **self._objects_environment(), **(env or {})},
             stdin=stdin,
@@ -204,13 +249,14 @@ class Repository:
         *arguments: str,
         stdin: bytes | None = None,
         env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
     ) -> bytes:
         """Run a git command and return its output.
 
         Raises:
             GitError: if it fails; git's own words are in the details.
         """
-        done = self.start(*arguments, stdin=stdin, env=env)
+        done = self.start(*arguments, stdin=stdin, env=env, options=options)
         _check(done, arguments)
         return done.stdout
 
@@ -343,32 +389,131 @@ class Repository:
             )
             return self.write_tree(index)
 
-    def cherry_pick(self, commit: str, onto: str) -> tuple[str | None, list[str]]:
-        """Merge what ``commit`` changes into the tree of the commit ``onto``.
+    @contextlib.contextmanager
+    def merging(self) -> Iterator[Merging]:
+        """A place to merge commits of this repository in.
 
-        A true three-way merge, in a repository and a work tree of its own, so that
-        no ref moves and no setting or attribute of this repository counts.
-
-        Returns:
-            The merged tree (None on conflict), and the paths in conflict.
+        It has a git directory and a work tree of its own, so that no ref moves and
+        no setting or attribute of this repository counts.  The objects it writes go
+        where this repository's do.
         """
         with (
             Repository.borrowing(self) as plain,
             tempfile.TemporaryDirectory(prefix="stack-merge-") as folder,
         ):
-            # What it writes goes where ours does.
             objects = self.objects or self.git_dir / "objects"
             plain.run("config", "core.bare", "false")
-            plain.update_refs({"HEAD": onto})
-            merging = Repository(plain.git_dir, Path(folder), objects)
-            merging.run("reset", "--hard", "--quiet")
-            done = merging.start("cherry-pick", "--no-commit", commit)
-            listing = merging.run("diff", "--name-only", "--diff-filter=U", "-z")
-            conflicts = [os.fsdecode(path) for path in listing.split(b"\0") if path]
-            if conflicts:
-                return None, conflicts
-            _check(done, ("cherry-pick",))
-            return merging.text("write-tree"), []
+            # Only what is in conflict is put on disk.
+            (plain.git_dir / "info").mkdir(exist_ok=True)
+            (plain.git_dir / "info" / "sparse-checkout").write_text("/nothing\n")
+            yield Merging(Repository(plain.git_dir, Path(folder), objects))
+
+    def start_merge(
+        self, commit: str, *options: str, sparse: bool = False
+    ) -> subprocess.CompletedProcess[bytes]:
+        """Merge what ``commit`` changes into the work tree and its index."""
+        return self.start(
+            *("cherry-pick", "--no-commit", *options, commit),
+            options=(*_MERGE_OPTIONS, *(_SPARSE if sparse else ())),
+        )
+
+    def unmerged(self) -> dict[str, dict[str, Entry]]:
+        """Paths in conflict, with the entry of each stage (1 base, 2 ours, 3 theirs)."""
+        found: dict[str, dict[str, Entry]] = {}
+        for line in self.run("ls-files", "--unmerged", "-z").split(b"\0"):
+            if line:
+                meta, _, path = line.partition(b"\t")
+                mode, blob, stage = meta.decode().split()
+                found.setdefault(os.fsdecode(path), {})[stage] = Entry(mode, blob)
+        return found
+
+    def renamed(self, old: str, new: str) -> dict[str, tuple[str, int]]:
+        """Paths of ``old`` that ``new`` has under another name: it, and % alike."""
+        listing = self.run(
+            *("diff-tree", "-r", "-z", "--find-renames", "-l100000"),
+            *("--diff-filter=R", "--name-status", old, new),
+        ).split(b"\0")
+        return {
+            os.fsdecode(before): (os.fsdecode(after), int(score[1:]))
+            for score, before, after in zip(
+                listing[::3], listing[1::3], listing[2::3], strict=False
+            )
+        }
+
+    def read_many(self, blobs: Iterable[str]) -> dict[str, bytes]:
+        """The contents of many blobs, with one call."""
+        wanted = list(dict.fromkeys(blobs))
+        stream = self.run(
+            "cat-file", "--batch", stdin="".join(f"{x}\n" for x in wanted).encode()
+        )
+        found, place = {}, 0
+        for blob in wanted:
+            end = stream.index(b"\n", place)
+            size = int(stream[place:end].split()[2])
+            found[blob] = stream[end + 1 : end + 1 + size]
+            place = end + 1 + size + 1
+        return found
+
+    def files_with(self, word: str, tree: str) -> list[str]:
+        """Files of a tree that have a word."""
+        done = self.start("grep", "-z", "-l", "-w", "-F", "-e", word, tree)
+        if done.returncode not in (0, 1):
+            _check(done, ("grep",))
+        prefix = f"{tree}:".encode()
+        names = done.stdout.split(b"\0")
+        return [os.fsdecode(name.removeprefix(prefix)) for name in names if name]
+
+    def patch_ids(self, *revisions: str, paths: Iterable[str] = ()) -> dict[str, str]:
+        """Ids of what commits change, whatever their line numbers and white space.
+
+        Args:
+            revisions: As for ``git log``.
+            paths: Leave out commits that touch none of these.
+
+        Returns:
+            The commit (the newest, if there are several) by its patch id.
+        """
+        log = self.run(
+            *("log", "--format=%H", "--patch", "--full-diff", "--full-index"),
+            *("--no-renames", "--unified=3", "--diff-algorithm=myers"),
+            *("--no-ext-diff", "--no-textconv", "--no-color", *revisions),
+            *("--", *paths),
+        )
+        listing = self.run("patch-id", "--stable", stdin=log).decode().split()
+        pairs = list(zip(listing[::2], listing[1::2], strict=True))
+        return dict(reversed(pairs))
+
+    def log(self, *arguments: str, paths: Iterable[str] = ()) -> list[tuple[str, str]]:
+        """Commits as (id, subject), newest first."""
+        log = self.text("log", "--format=%H %s", "-s", *arguments, "--", *paths)
+        return [
+            (line[:40], line[41:])
+            for line in log.splitlines()
+            if re.match("[0-9a-f]{40} ", line)
+        ]
+
+    def lines_log(
+        self, path: str, first: int, last: int, *arguments: str
+    ) -> list[tuple[str, str]]:
+        """Commits that touched lines of a file, newest first.
+
+        Args:
+            path: As the newest commit has it.
+            first, last: Line numbers there, from 1.
+            arguments: Revisions, as for ``git log``.
+        """
+        log = self.text(
+            *("log", "--format=%H %s", "-s", f"-L{first},{last}:{path}", *arguments)
+        )
+        return [(line[:40], line[41:]) for line in log.splitlines() if line]
+
+    def range_diff(self, old: tuple[str, str], new: tuple[str, str]) -> str:
+        """``git range-diff`` of two lines of commits, each as (base, tip)."""
+        return self.run(
+            # The same patches, mostly: rather changed than taken out and put in.
+            *("range-diff", "--no-color", "--no-notes", "--creation-factor=100"),
+            *(f"{base}..{tip}" for base, tip in (old, new)),
+        ).decode("utf-8", "replace")
 
     def apply_to_index(self, diff: bytes, index: Path) -> None:
         """Apply a diff to an index, with no work tree, fuzz or whitespace repair."""
@@ -415,16 +560,30 @@ class Repository:
         self.update_refs({ref: None})
         return tree
 
-    def copy_tree_from(self, source: Repository, tree: str) -> None:
-        """Copy the objects of one tree from another repository, without history."""
+    def copy_from(self, source: Repository, *objects: str) -> None:
+        """Copy trees, or commits with their history, from another repository."""
+        listing = source.run("rev-list", "--objects", "--no-object-names", *objects)
+        self._receive(source, listing)
+        # index-pack names each object by its content: an altered one is missing.
+        self.run("rev-list", "--objects", "--quiet", *objects)
+
+    def copy_shallow_from(self, source: Repository, commit: str) -> None:
+        """Copy one commit and its tree; its parents are marked as left out."""
+        tree = source.commit(commit).tree
         listing = source.run("rev-list", "--objects", "--no-object-names", tree)
+        self._receive(source, f"{commit}\n".encode() + listing)
+        (self.git_dir / "shallow").write_text(f"{commit}\n")
+        self.run("rev-list", "--objects", "--quiet", commit)
+
+    def _receive(self, source: Repository, listing: bytes) -> None:
+        """Copy the objects of a listing."""
         pack = process.start(
             [
                 *("git", *_OPTIONS, f"--git-dir={source.git_dir}"),
                 *("pack-objects", "--stdout", "--quiet"),
             ],
             stdin=subprocess.PIPE,
-            env=_ENVIRONMENT,
+            env={**_ENVIRONMENT, **source._objects_environment()},
         )
         assert pack.stdin and pack.stdout and pack.stderr
         unpack = process.start(
@@ -433,7 +592,7 @@ class Repository:
                 *("index-pack", "--stdin", "--fix-thin"),
             ],
             stdin=pack.stdout.fileno(),
-            env=_ENVIRONMENT,
+            env={**_ENVIRONMENT, **self._objects_environment()},
         )
         pack.stdout.close()
         pack.stdin.write(listing)
@@ -442,11 +601,9 @@ class Repository:
         pack_words = pack.stderr.read()
         if pack.wait() or unpack.returncode:
             raise GitError(
-                f"copying tree {tree} from {source.git_dir} failed",
+                f"copying objects from {source.git_dir} failed",
                 details=process.tail(pack_words + unpack_words),
             )
-        # index-pack names each object by its content: an altered one is missing.
-        self.run("rev-list", "--objects", "--quiet", tree)
 
     # -- refs and work tree --------------------------------------------------
 
@@ -484,6 +641,43 @@ class Repository:
             tree = self.write_tree(index)
         return self.write_commit(tree, [parent], message, identity, identity)
 
+    def filter_messages(self, start: str, branch: str, module: str) -> None:
+        """Rewrite the messages of a branch's commits, and nothing else of them.
+
+        Args:
+            start: The commit that the branch starts from; it stays.
+            branch: The full ref.
+            module: Has ``filtered(message, signer)``, which gives the new message.
+        """
+        code = (
+            f"import {module} as module, os\n"
+            "signer = os.fsencode(os.environ['STACK_SIGNER'])\n"
+            "return module.filtered(message, signer)\n"
+        )
+        done = process.run(
+            [
+                *(sys.executable, "-m", "git_filter_repo", "--force", "--quiet"),
+                *("--refs", f"{start}..{branch}", "--preserve-commit-hashes"),
+                *("--preserve-commit-encoding", "--prune-empty", "never"),
+                *("--message-callback", code),
+            ],
+            cwd=self.work_tree or self.git_dir,
+            env={
+                **_ENVIRONMENT,
+                "PYTHONPATH": os.fspath(Path(__file__).parent.parent),
+                "STACK_SIGNER": f"{self.text('config', 'user.name')} "
+                f"<{self.text('config', 'user.email')}>",
+            },
+        )
+        _check(done, ("filter-repo",))
+
+    def staged_tree(self) -> str:
+        """The tree of the index with all that the work tree changes, and adds, in it."""
+        with self.scratch_index() as index:
+            shutil.copy2(self.git_dir / "index", index)
+            self.run("add", "--all", "--", ".", env=_index_environment(index))
+            return self.write_tree(index)
+
     def format_patch(self, commit: str) -> bytes:
         """The commit as a patch; every option that user settings could move is set."""
         return self.run(
@@ -495,6 +689,66 @@ class Repository:
             *("--no-thread", "--no-cover-letter", "--no-base"),
             f"{commit}^..{commit}",
         )
+
+
+class Merging:
+    """Commits merged one after the other in one work tree."""
+
+    def __init__(self, repository: Repository):
+        self.repository = repository
+
+    def pick(self, commit: str, onto: str) -> Merge:
+        """Merge what ``commit`` changes into the tree of the commit ``onto``.
+
+        A true three-way merge, whose base is the tree that ``commit`` was made on.
+        """
+        repository = self.repository
+        done = self._start(commit, onto)
+        unmerged = repository.unmerged()
+        if not unmerged:
+            _check(done, ("cherry-pick",))
+            return Merge(repository.text("write-tree"), (), ())
+        assert repository.work_tree is not None
+        conflicts = []
+        for path, stages in sorted(unmerged.items()):
+            file = repository.work_tree / path
+            is_file = file.is_file() and not file.is_symlink()
+            sides = frozenset(_SIDES[stage] for stage in stages)
+            content = file.read_bytes() if is_file else None
+            conflicts.append(Conflict(path, sides, content))
+        said = done.stdout.decode("utf-8", "replace").splitlines()
+        words = tuple(line for line in said if line.startswith("CONFLICT"))
+        return Merge(None, tuple(conflicts), words)
+
+    def settle(self, commit: str, onto: str) -> str:
+        """The tree where each conflict of :meth:`pick` is settled for ``commit``.
+
+        A path that ``onto`` no longer has stays away.  It is nobody's solution; it
+        lets the commits after this one be judged by what they themselves change.
+        """
+        repository = self.repository
+        self._start(commit, onto, "-X", "theirs")
+        lines = []
+        for path, stages in repository.unmerged().items():
+            lines.append(f"0 {NO_BLOB}\t{path}\0")
+            if "2" in stages:
+                lines.append(f"{stages['2'].mode} {stages['2'].blob}\t{path}\0")
+        repository.run(
+            *("update-index", "-z", "--index-info"),
+            stdin=os.fsencode("".join(lines)),
+        )
+        return repository.text("write-tree")
+
+    def _start(
+        self, commit: str, onto: str, *options: str
+    ) -> subprocess.CompletedProcess[bytes]:
+        repository = self.repository
+        repository.update_refs({"HEAD": onto})
+        repository.run("reset", "--hard", "--quiet", options=_SPARSE)
+        done = repository.start_merge(commit, *options, sparse=True)
+        if done.returncode not in (0, 1):  # 1: there are conflicts
+            _check(done, ("cherry-pick",))
+        return done
 
 
 def mailinfo(mail: bytes) -> tuple[Identity, bytes]:
@@ -537,6 +791,20 @@ def mail_count(mail: bytes) -> int:
         )
         _check(done, ("mailsplit",))
     return int(done.stdout)
+
+
+def configured_identity(repository: Repository | None) -> tuple[str, str]:
+    """Name and email of the person at work, from that person's own configuration.
+
+    The one place where a user's settings are read; empty if they are not set.
+    """
+    where = [f"--git-dir={repository.git_dir}"] if repository else []
+    found = [
+        process.run(["git", *where, "config", "--get", key]).stdout
+        for key in ("user.name", "user.email")
+    ]
+    name, email = (value.decode("utf-8", "surrogateescape").strip() for value in found)
+    return name, email
 
 
 def blob_id(content: bytes) -> str:

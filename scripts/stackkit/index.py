@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx2
 import truststore
-from unearth import PackageFinder
+from unearth import Link, PackageFinder
 from unearth.fetchers.sync import PyPIClient
 
 from . import process
@@ -112,27 +112,7 @@ def newest(name: str) -> str:
     return matches[0].version
 
 
-def download_sdist(
-    name: str, version: str, sha256: str, folder: Path, progress: Progress
-) -> Path:
-    """Fetch a release's source archive and verify it.
-
-    A broken download goes on where it stopped, in this run or the next; one that
-    does not verify is thrown away.
-
-    Args:
-        name, version: The release on the index.
-        sha256: What the archive must hash to.
-        folder: Where the archive is kept.
-        progress: Told of bytes done and bytes in all.
-
-    Returns:
-        The verified archive.
-
-    Raises:
-        StackError: if no index offers it, the network fails for good, or the
-            archive is not the pinned one.
-    """
+def _find_sdist(name: str, version: str) -> tuple[PackageFinder, Link]:
     offline = "scripts/stack apply --base PATH takes a clone, a bundle or an archive"
     try:
         source = finder()
@@ -149,7 +129,43 @@ def download_sdist(
             f"{version} (is it reachable?)",
             mend=f"check the network and PIP_INDEX_URL, or: {offline}",
         )
-    link = links[0]
+    return source, links[0]
+
+
+def offered_sha256(name: str, version: str) -> str | None:
+    """What the index says the release's source archive hashes to, if it says it.
+
+    Raises:
+        StackError: if no index offers the archive.
+    """
+    _, link = _find_sdist(name, version)
+    if link.hash_name == "sha256":
+        return link.hash
+    return (link.hashes or {}).get("sha256")
+
+
+def download_sdist(
+    name: str, version: str, sha256: str | None, folder: Path, progress: Progress
+) -> Path:
+    """Fetch a release's source archive and verify it.
+
+    A broken download goes on where it stopped, in this run or the next; one that
+    does not verify is thrown away.
+
+    Args:
+        name, version: The release on the index.
+        sha256: What the archive must hash to; None if nobody says.
+        folder: Where the archive is kept.
+        progress: Told of bytes done and bytes in all.
+
+    Returns:
+        The verified archive.
+
+    Raises:
+        StackError: if no index offers it, the network fails for good, or the
+            archive is not the pinned one.
+    """
+    source, link = _find_sdist(name, version)
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / link.filename
     part = target.with_name(target.name + ".part")
@@ -160,11 +176,11 @@ def download_sdist(
             return target
         resumed = stream.tell() > 0
         _fetch(source.session, link.url_without_fragment, stream, progress)
-        if hash_file(part) != sha256 and resumed:
+        if resumed and hash_file(part) != sha256:
             _empty(stream)
             _fetch(source.session, link.url_without_fragment, stream, progress)
         actual = hash_file(part)
-        if actual != sha256:
+        if sha256 is not None and actual != sha256:
             part.unlink()
             raise wrong_archive(target, sha256, actual, "the package index")
         part.rename(target)

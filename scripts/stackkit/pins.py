@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -17,7 +18,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_HEX = {"commit": 40, "tree": 40, "sha256": 64}
+_HEX = {"tree": "40", "sha256": "64", "commit": "7,40"}
+# What a pin says of a fact that is not known.
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,33 @@ class Sdist:
 
 @dataclass(frozen=True)
 class Pin:
-    """One vLLM release: the commit, its tree, and the archive that holds it."""
+    """One vLLM release: the commit, its tree, and the archive that holds it.
+
+    The commit is abbreviated, or :data:`UNKNOWN`, where only the archive is at hand;
+    there is no archive of a tree that was never released.
+    """
 
     release: str
     tag: str
     url: str
     commit: str
     tree: str
-    sdist: Sdist
+    sdist: Sdist | None
     toolchain: Toolchain
+
+    def toml(self) -> str:
+        """The pin as a table of stack.toml."""
+        lines = [f"[release.{json.dumps(self.release)}]"]
+        for key in ("tag", "url", "commit", "tree"):
+            lines.append(f"{key} = {json.dumps(getattr(self, key))}")
+        parts = {"sdist": self.sdist, "toolchain": self.toolchain}
+        for name, part in parts.items():
+            if part is not None:
+                lines += ["", f"[release.{json.dumps(self.release)}.{name}]"]
+                for key, value in vars(part).items():
+                    text = list(value) if isinstance(value, tuple) else value
+                    lines.append(f"{key} = {json.dumps(text)}")
+        return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True)
@@ -128,8 +149,17 @@ def load(root: Path) -> Project:
         StackError: naming the key that is missing, unknown or malformed.
     """
     path = root / "stack.toml"
+    return parse(root, path, path.read_bytes())
+
+
+def parse(root: Path, path: Path, content: bytes) -> Project:
+    """The project at ``root`` as ``content`` describes it; errors name ``path``.
+
+    Raises:
+        StackError: naming the key that is missing, unknown or malformed.
+    """
     try:
-        data = tomllib.loads(path.read_text("utf-8"))
+        data = tomllib.loads(content.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise StackError(
             f"{path}: not valid TOML: {error}",
@@ -147,7 +177,7 @@ def load(root: Path) -> Project:
 
 
 def _pin(release: str, table: _Table) -> Pin:
-    sdist = table.table("sdist")
+    sdist = table.table("sdist") if "sdist" in table.data else None
     toolchain = table.table("toolchain")
     pin = Pin(
         release=release,
@@ -159,12 +189,14 @@ def _pin(release: str, table: _Table) -> Pin:
             name=sdist.text("name"),
             sha256=sdist.text("sha256"),
             generated=sdist.texts("generated"),
-        ),
+        )
+        if sdist
+        else None,
         toolchain=Toolchain(
             **{key: toolchain.text(key) for key in Toolchain.__dataclass_fields__}
         ),
     )
-    for part in (sdist, toolchain, table):
+    for part in filter(None, (sdist, toolchain, table)):
         part.done()
     if pin.tag != release:
         raise table.error(f"tag is {pin.tag!r}, not the release's name {release!r}")
@@ -202,8 +234,11 @@ class _Table:
     def text(self, key: str) -> str:
         value = self._take(key, str)
         width = _HEX.get(key)
+        if key == "commit" and value == UNKNOWN:
+            return value
         if width and not re.fullmatch(f"[0-9a-f]{{{width}}}", value):
-            raise self.error(f"{key} must be {width} hexadecimal digits, not {value!r}")
+            count = width.replace(",", " to ")
+            raise self.error(f"{key} must be {count} hexadecimal digits, not {value!r}")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:

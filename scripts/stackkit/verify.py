@@ -83,7 +83,7 @@ def _pristine(project: Project, pin: Pin) -> str:
 
 def _archive(project: Project, pin: Pin) -> str:
     archive = base.cached_archive(project, pin)
-    if archive is None:
+    if archive is None or pin.sdist is None:
         return "none in the cache"
     actual = base.hash_file(archive)
     if actual != pin.sdist.sha256:
