@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import git, patchfile, superproject, trailers
+from . import git, ledger, patchfile, superproject, trailers
 from .base import IDENTITY
 from .errors import StackError
 from .patchfile import SERIES, SUFFIX, Patch
@@ -305,3 +305,18 @@ def _tests(subject: Subject) -> Iterator[Finding]:
                     f"names {path}, which the patch does not touch",
                     "put the test into the patch, or correct the trailer",
                 )
+
+
+@_rule("ledger", "the ledger says what became of each concern that no patch carries")
+def _ledger(subject: Subject) -> Iterator[Finding]:
+    path = ledger.place(subject.project)
+    try:
+        ledger.load(subject.project)
+    except StackError as error:
+        yield Finding("ledger", str(path), error.message, error.mend)
+        return
+    found = ledger.problems(subject.project, subject.pin, subject.patches)
+    for sentence in (*found, *ledger.strays(subject.project)):
+        yield Finding(
+            "ledger", str(path), sentence, "scripts/stack ledger shows what it says"
+        )

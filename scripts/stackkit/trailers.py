@@ -137,6 +137,22 @@ def split(message: str) -> tuple[str, list[Trailer]]:
     return "\n".join(lines[:start]).rstrip("\n") + "\n", found
 
 
+def without_dependencies(message: str, names: set[str]) -> str:
+    """The message with ``names`` taken out of its Depends-On trailers."""
+    if not names & set(depends_on(split(message)[1])):
+        return message
+    body, found = split(message)
+    lines = [body, ""]
+    for trailer in found:
+        value = trailer.value
+        if trailer.key == "Depends-On":
+            value = ", ".join(x for x in value.split(", ") if x not in names)
+            if not value:
+                continue
+        lines.append(f"{trailer.key}: {value}")
+    return "\n".join([lines[0].rstrip("\n"), *lines[1:]]) + "\n"
+
+
 def values(found: list[Trailer], key: str) -> list[str]:
     return [trailer.value for trailer in found if trailer.key == key]
 

@@ -179,7 +179,7 @@ class Tree:
         Raises:
             StackError: if no source has the pinned tree.
         """
-        self._sweep()
+        self.sweep()
         if option is None and self._has_base():
             return None
         if self.exists:
@@ -269,7 +269,7 @@ class Tree:
             finally:
                 self.repository = kept
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Remove what a killed run left half-made (the lock is ours)."""
         for folder in self.project.build.glob(HALF_MADE + "*"):
             shutil.rmtree(folder)
@@ -325,9 +325,22 @@ class Tree:
         snapshot = self.repository.snapshot(
             state.head, b"Discarded work\n", base.IDENTITY
         )
+        return self._keep_commit(snapshot)
+
+    def keep(self, tree: str) -> str:
+        """Keep a tree that is about to be given up; returns the backup ref."""
+        head = self.repository.resolve(BRANCH)
+        assert head is not None
+        return self._keep_commit(
+            self.repository.write_commit(
+                tree, [head], b"Discarded work\n", base.IDENTITY, base.IDENTITY
+            )
+        )
+
+    def _keep_commit(self, commit: str) -> str:
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        ref = f"{BACKUP}{stamp}-{snapshot[:8]}"
-        self.repository.update_refs({ref: snapshot})
+        ref = f"{BACKUP}{stamp}-{commit[:8]}"
+        self.repository.update_refs({ref: commit})
         return ref
 
     def record(self, tip: str, patches: list[Patch], series: bytes) -> str:
