@@ -7,14 +7,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from . import git, worktree
+from . import git, upstream, worktree
 from .errors import REFUSED, StackError
 from .pins import Project
 from .prove import SLOTS
 from .worktree import APPLIED, BACKUP, BASE, HALF_MADE, Tree
 
 # Folders of build/ that are made anew whenever they are needed.
-_MADE = (SLOTS, "dist", "image", "logs")
+_MADE = (SLOTS, upstream.FOLDER, "dist", "image", "logs")
 
 
 def targets(project: Project, *, cache: bool) -> list[Path]:
@@ -45,6 +45,15 @@ def require_no_work(project: Project) -> None:
     Raises:
         StackError: (refused) listing it.
     """
+    for place in sorted((project.build / upstream.FOLDER).glob("*")):
+        lines = upstream.edited(place)
+        if lines:
+            raise StackError(
+                f"{place} was edited since it was prepared",
+                mend="move it away; scripts/stack clean --discard removes it for good",
+                details=lines,
+                code=REFUSED,
+            )
     for tree in _trees(project):
         work = _work(tree)
         if work:

@@ -105,6 +105,28 @@ def prove(
             return [future.result() for future in futures]
 
 
+def known(project: Project, pin: Pin, name: str, progress: Progress) -> Proof | None:
+    """What the cache has about one patch as it is now; nothing is run.
+
+    The caller holds no lock.
+    """
+    with worktree.lock(project, lambda: None):
+        tree = worktree.Tree(project, pin)
+        tree.ensure_base(None, progress)
+        patches = patchfile.load(project.patches(pin))
+        wanted = patchfile.find(patches, name)
+        _require_tests([wanted])
+        plan = _plans(tree, apply.known_commits(tree, patches))[wanted.name]
+    tests = trailers.test_ids(wanted.trailers)
+    if not tests:
+        reason = wanted.trailer("Tests").removeprefix("none: ")
+        return Proof(name, plan.red_tree, plan.green_tree, (), reason, False)
+    decided = _read(_cache_file(project, plan, tests))
+    if not decided:
+        return None
+    return Proof(name, plan.red_tree, plan.green_tree, decided, "", cached=True)
+
+
 def _require_tests(patches: list[patchfile.Patch]) -> None:
     # A Tests trailer that cannot be read must not count as one that was proven.
     for patch in patches:
