@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,20 +26,26 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from . import bisect as bisect_module
 from . import clean as clean_module
 from . import codegen as codegen_module
+from . import carry, git, pins, rangediff, worktree
 from . import doctor as doctor_module
+from . import drift as drift_module
 from . import export as export_module
-from . import git, pins, worktree
+from . import graph as graph_module
 from . import hipgate as hipgate_module
+from . import ledger as ledger_module
 from . import lint as lint_module
 from . import prove as prove_module
+from . import rebase as rebase_module
 from . import status as status_module
 from . import suite as suite_module
+from . import upstream as upstream_module
 from . import verify as verify_module
 from .apply import apply as apply_stack
 from .apply import tree_of
-from .errors import FOUND_PROBLEMS, StackError
+from .errors import CONFLICT, FOUND_PROBLEMS, USAGE, StackError
 
 SCHEMA = 1
 _MARKS = {True: "[green]ok[/]", False: "[red]FAILED[/]"}
@@ -99,16 +105,23 @@ class Session:
     def waiting(self) -> None:
         self.err.print("waiting for another scripts/stack to finish")
 
-    def answer(self, value: dict[str, Any], *, ok: bool = True) -> None:
+    def answer(
+        self, value: dict[str, Any], *, ok: bool = True, code: int = FOUND_PROBLEMS
+    ) -> None:
         """Print the machine-readable answer, if it was asked for, and end.
 
         The schema number changes when a key is removed or changes its meaning.
+
+        Args:
+            value: The answer's own keys.
+            ok: Whether all is well.
+            code: The exit code if it is not.
         """
         if self.as_json:
             head = {"schema": SCHEMA, "command": self.command, "ok": ok}
             print(json.dumps({**head, **value}, indent=2, default=str))
         if not ok:
-            sys.exit(FOUND_PROBLEMS)
+            sys.exit(code)
 
     def say(self, text: str) -> None:
         if not self.as_json:
@@ -144,7 +157,7 @@ def main() -> None:
 
 def verb(function: Callable[..., None]) -> click.Command:
     """A command with the options that every command has."""
-    name = function.__name__.rstrip("_")
+    name = function.__name__.rstrip("_").replace("_", "-")
 
     @main.command(name=name, help=function.__doc__)
     @click.option("-C", "directory", type=Path, default=".", metavar="DIR",
@@ -622,6 +635,409 @@ def clean(session: Session, cache: bool, discard: bool, dry_run: bool) -> None:
     for path in removed:
         session.say(f"{'would remove' if dry_run else 'removed'} {escape(str(path))}")
     session.answer({"removed": [str(path) for path in removed], "dry_run": dry_run})
+
+
+@verb
+@click.option("--to", "text", metavar="RELEASE|REF|PATH",
+              help="A release, a ref of the submodule, or a clone, bundle or "
+              "archive (CLONE@REF for another commit than its HEAD).")  # fmt: skip
+@click.option("--continue", "continue_", is_flag=True,
+              help="Take the files as they are for the patch it stopped at.")  # fmt: skip
+@click.option("--skip", is_flag=True, help="Drop the patch it stopped at.")
+@click.option("--fate", default="", metavar="TEXT",
+              help=f"With --skip, what became of it: {ledger_module.FORM}.")  # fmt: skip
+@click.option("--abort", is_flag=True, help="Take everything back.")
+@dry_run_option
+def rebase(
+    session: Session,
+    text: str | None,
+    continue_: bool,
+    skip: bool,
+    fate: str,
+    abort: bool,
+    dry_run: bool,
+) -> None:
+    """Move the stack to another vLLM, patch by patch, by true merges.
+
+    The new stack is patches/<release> and build/<release>; the old one stays as it
+    is. It stops where a person has to decide: edit the files there and --continue, or
+    --skip the patch.
+    """
+    actions = [
+        name
+        for name, given in (
+            (rebase_module.CONTINUE, continue_),
+            (rebase_module.SKIP, skip),
+            (rebase_module.ABORT, abort),
+        )
+        if given
+    ]
+    if len(actions) + (text is not None) > 1 or (dry_run and text is None):
+        raise StackError(
+            "one of --to, --continue, --skip and --abort at a time; --dry-run goes "
+            "with --to",
+            mend="scripts/stack rebase --help",
+            code=USAGE,
+        )
+    if fate and not skip:
+        raise StackError("--fate goes with --skip", code=USAGE)
+    if dry_run and text:
+        _report_drift(session, text)
+    elif abort:
+        with session.lock():
+            gone = rebase_module.abort(session.project)
+        session.say(f"removed {escape(str(gone))}; all else is as it was")
+        session.answer({"aborted": True, "removed": gone})
+    else:
+        _rebase(session, text, actions[0] if actions else "", fate)
+
+
+def _rebase(session: Session, text: str | None, action: str, fate: str) -> None:
+    with session.lock():
+        result = rebase_module.run(
+            session.project,
+            session.pin,
+            text=text,
+            action=action,
+            fate=fate,
+            directory=session.directory,
+            progress=session.download,
+            step=session.step,
+        )
+        stop = result.stop
+        session.say(f"{result.origin} to {escape(str(result.target))}")
+        for outcome in result.outcomes:
+            _say_outcome(session, outcome)
+        if stop:
+            _say_outcome(session, stop, whole=True)
+            session.say("\nwhat the patch is for:")
+            session.say(escape("  " + result.why.rstrip("\n").replace("\n", "\n  ")))
+            session.say(
+                f"\nstopped at {stop.patch}, {result.left - 1} patches to go. Edit the "
+                f"files in {escape(str(result.path))}, git add those in conflict, then:\n"
+                "  scripts/stack rebase --continue   takes the files as they are\n"
+                "  scripts/stack rebase --skip --fate TEXT   drops the patch\n"
+                "  scripts/stack rebase --abort"
+            )
+            sys.stdout.flush()
+            rebase_module.told(session.project)
+        else:
+            _say_end(session, result)
+    session.answer(
+        {
+            "from": result.origin,
+            "to": result.target.describe(),
+            "finished": stop is None,
+            "path": result.path,
+            "patches": [asdict(outcome) for outcome in result.outcomes],
+            "stop": asdict(stop) if stop else None,
+            "left": result.left,
+            "new_pin": result.new_pin,
+        },
+        ok=stop is None,
+        code=_code([stop] if stop else []),
+    )
+
+
+def _code(outcomes: Iterable[carry.Outcome]) -> int:
+    verdicts = {outcome.verdict for outcome in outcomes}
+    return CONFLICT if carry.CONFLICT in verdicts else FOUND_PROBLEMS
+
+
+def _say_end(session: Session, result: rebase_module.Result) -> None:
+    release = result.target.release
+    session.say(f"written: {escape(_relative(session, str(result.patches)))}")
+    if result.new_pin:
+        session.say(f"stack.toml has a table for {release} now: look it over")
+    session.say(
+        "what became of dropped patches is in docs/ledger.toml; next:\n"
+        f"  scripts/stack range-diff {result.origin} {release}\n"
+        f"  scripts/stack lint --release {release}\n"
+        f"  scripts/stack prove --release {release}   (a test that passes without its "
+        "patch: upstream has mended it)"
+    )
+
+
+_COLORS = {
+    carry.CLEAN: "green",
+    carry.MERGED: "green",
+    carry.EMPTY: "cyan",
+    carry.ABSORBED: "cyan",
+    carry.SUSPECT: "yellow",
+    carry.CONFLICT: "red",
+}
+
+
+def _say_outcome(
+    session: Session, outcome: carry.Outcome, *, whole: bool = False
+) -> None:
+    decision = outcome.decision and f" ({outcome.decision})"
+    if outcome.fate:
+        decision = f" ({outcome.decision}: {outcome.fate})"
+    rests = f", builds on {', '.join(outcome.rests_on)}" if outcome.rests_on else ""
+    session.say(
+        f"[{_COLORS[outcome.verdict]}]{outcome.verdict:9}[/] {outcome.patch}"
+        + escape(decision + rests)
+    )
+    for reason in (*outcome.reasons, *outcome.moved):
+        session.say(f"    {escape(reason)}")
+    for conflict in outcome.conflicts:
+        session.say(f"    {escape(conflict.path)}: {conflict.kind}")
+        for hunk in conflict.hunks:
+            place = f" in {hunk.place}" if hunk.place else ""
+            session.say(f"      line {hunk.line}{escape(place)}")
+            if whole:
+                for mark, lines in (("upstream", hunk.upstream), ("patch", hunk.patch)):
+                    for line in lines[:_SHOWN]:
+                        session.say(f"        {mark:8} {escape(line)}")
+                    if len(lines) > _SHOWN:
+                        session.say(f"        {mark:8} ... {len(lines)} lines")
+            for cause in hunk.causes:
+                session.say(f"        changed by {escape(cause)}")
+        if not any(hunk.causes for hunk in conflict.hunks):
+            for cause in conflict.causes:
+                session.say(f"      touched by {escape(cause)}")
+
+
+_SHOWN = 12
+
+
+@verb
+@click.option("--to", "texts", metavar="RELEASE|REF|PATH", multiple=True,
+              help="As for rebase; may be given more than once.")  # fmt: skip
+@click.option("--update", is_flag=True, help="Rewrite docs/drift.md.")
+@click.option("--check", is_flag=True,
+              help="Fail if, and only if, docs/drift.md is not as --update would "
+              "write it.")  # fmt: skip
+def drift(session: Session, texts: tuple[str, ...], update: bool, check: bool) -> None:
+    """Say how each patch would fare on another vLLM, and keep nothing.
+
+    Without --to, on the releases that docs/drift.md records. Exit code 3 if a patch
+    conflicts, 1 if one is suspect.
+    """
+    _report_drift(session, *texts, update=update, check=check)
+
+
+def _report_drift(
+    session: Session, *texts: str, update: bool = False, check: bool = False
+) -> None:
+    wanted = texts or drift_module.recorded(session.project)
+    found = []
+    for text in wanted:
+        with session.lock(reading=True):
+            found.append(
+                drift_module.drift(
+                    session.project,
+                    session.pin,
+                    text,
+                    directory=session.directory,
+                    progress=session.download,
+                    step=session.step,
+                )
+            )
+        one = found[-1]
+        session.say(f"{session.pin.release} to {escape(str(one.target))}")
+        if one.target.history is None:
+            session.say(
+                "  (no clone with both at hand: upstream commits are not named)"
+            )
+        for outcome in one.outcomes:
+            _say_outcome(session, outcome)
+    path = drift_module.page(session.project)
+    if update:
+        drift_module.write(session.project, session.pin, found)
+        session.say(f"written: {escape(_relative(session, str(path)))}")
+    current = path.read_text("utf-8") if check and path.is_file() else ""
+    stale = check and current != drift_module.render(
+        session.project, session.pin, found
+    )
+    if stale:
+        session.say(f"[red]{escape(_relative(session, str(path)))} is not as this[/]")
+        session.say("[yellow]mend:[/] scripts/stack drift --update")
+    outcomes = [outcome for one in found for outcome in one.outcomes]
+    session.answer(
+        {
+            "from": session.pin.release,
+            "targets": [
+                {
+                    "to": one.target.describe(),
+                    "counts": {v: len(one.having(v)) for v in carry.VERDICTS},
+                    "patches": [asdict(outcome) for outcome in one.outcomes],
+                }
+                for one in found
+            ],
+            "stale": stale,
+        },
+        ok=not stale
+        if check or update
+        else not any(o.verdict in carry.STOPPING for o in outcomes),
+        code=FOUND_PROBLEMS if stale else _code(outcomes),
+    )
+
+
+@verb
+def ledger(session: Session) -> None:
+    """Show what became of every concern on every supported release."""
+    rows = ledger_module.table(session.project)
+    table = Table("concern", "release", "what became of it", box=None)
+    for row in rows:
+        table.add_row(*map(escape, (row.concern, row.release, row.fate or "unknown")))
+    if not session.as_json:
+        session.out.print(table)
+    session.answer(
+        {"concerns": [{**asdict(row), "fate": row.fate} for row in rows]},
+        ok=all(row.fate for row in rows),
+    )
+
+
+@verb
+@click.argument("old", metavar="A")
+@click.argument("new", metavar="B")
+def range_diff(session: Session, old: str, new: str) -> None:
+    """Compare two states of the stack, patch by patch.
+
+    A and B are each a release, build/RELEASE (the commits there), or a commit of this
+    project (COMMIT:RELEASE for another release than the default).
+    """
+    with session.lock(reading=True):
+        found = rangediff.range_diff(
+            session.project, session.pin, old, new, session.download
+        )
+    if not session.as_json:
+        print(found.text, end="")
+    session.answer({"pairs": [asdict(pair) for pair in found.pairs]})
+
+
+@verb
+@click.option("--dot", "as_dot", is_flag=True, help="Print it for Graphviz.")
+def graph(session: Session, as_dot: bool) -> None:
+    """Compute which patches need which, and compare with what they declare.
+
+    Exit code 1 if a patch needs another one that it does not declare.
+    """
+    with session.lock(reading=True):
+        nodes = graph_module.graph(
+            session.project, session.pin, progress=session.download, step=session.step
+        )
+    if as_dot and not session.as_json:
+        print(graph_module.dot(nodes))
+    else:
+        for node in nodes:
+            _say_node(session, node)
+    session.answer(
+        {
+            "patches": [
+                {**asdict(node), "needs": list(node.needs), "alone": node.alone}
+                for node in nodes
+            ]
+        },
+        ok=not any(node.missing for node in nodes),
+    )
+
+
+def _say_node(session: Session, node: graph_module.Node) -> None:
+    session.say(f"[bold]{node.patch}[/]" + (": goes alone" if node.alone else ""))
+    for other in node.needs:
+        why = ["its text"] if other in node.text else []
+        names = node.names.get(other, ())
+        if names:
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            why.append(f"{', '.join(names[:4])}{more}")
+        mark = " [red]not declared[/]" if other in node.missing else ""
+        session.say(f"   needs {other} ({escape('; '.join(why))}){mark}")
+    for other in node.unfound:
+        session.say(f"   declares {other}, [yellow]for no need that was found[/]")
+
+
+@verb
+@click.argument("action", type=click.Choice(["run"]))
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def bisect(session: Session, action: str, command: tuple[str, ...]) -> None:
+    """Find the patch from which on COMMAND fails: bisect run COMMAND ARGUMENT...
+
+    It runs in a checkout of each prefix that is tried, in the environment of the
+    tests. Exit code 0 says good, 125 cannot be tried, another one below 128 bad.
+    """
+    if session.as_json:  # the command's own output must not mix with the answer
+        os.dup2(2, 1)
+    result = bisect_module.bisect(
+        session.project,
+        session.pin,
+        command,
+        progress=session.download,
+        step=session.step,
+    )
+    if len(result.suspects) == 1:
+        session.say(f"the first bad patch is [bold]{result.suspects[0]}[/]")
+    else:
+        session.say(f"one of these, the others could not be tried: "
+                    f"{', '.join(result.suspects)}")  # fmt: skip
+    session.answer(asdict(result))
+
+
+@verb
+@click.argument("patch")
+@click.option("--onto", required=True, metavar="PATH|RELEASE",
+              help="What the branch starts from; as --to of rebase.")  # fmt: skip
+@click.option("--remote", type=Path, metavar="PATH",
+              help="A local clone of vLLM that gets the branch, too.")  # fmt: skip
+@click.option("--without", "left_out", multiple=True, metavar="CHECK",
+              help="A check of the target that is not to run; may be given more than "
+              "once.")  # fmt: skip
+@discard_option
+@jobs_option
+def pr(
+    session: Session,
+    patch: str,
+    onto: str,
+    remote: Path | None,
+    left_out: tuple[str, ...],
+    discard: bool,
+    jobs: int,
+) -> None:
+    """Prepare PATCH for a vLLM pull request: branch, title, text, checks.
+
+    In build/pr/PATCH. Nothing is pushed or opened: a person reviews it, fills in what
+    only a person can say, and sends it.
+    """
+    prepared = upstream_module.prepare(
+        session.project,
+        session.pin,
+        patch,
+        onto=onto,
+        remote=remote and session.directory / remote,
+        left_out=left_out,
+        discard=discard,
+        jobs=jobs,
+        directory=session.directory,
+        progress=session.download,
+        step=session.step,
+    )
+    session.say(f"onto {escape(str(prepared.target))}")
+    colors = {"passed": "green", "failed": "red", "not run": "yellow"}
+    for check in prepared.checks:
+        color = colors.get(check.state, "dim")
+        session.say(
+            f"[{color}]{check.state:8}[/] {escape(check.name)}: {escape(check.detail)}"
+        )
+    session.say(
+        f"branch {prepared.branch}, {len(prepared.commits)} commits, in "
+        f"{escape(_relative(session, str(prepared.tree)))}"
+        + (f" and {escape(prepared.remote)}" if prepared.remote else "")
+    )
+    session.say(f"title: {escape(prepared.title)}")
+    session.say(
+        f"text, to be finished: {escape(_relative(session, str(prepared.body)))}"
+    )
+    session.answer(
+        {
+            **upstream_module.summary(prepared),
+            "checks": [asdict(check) for check in prepared.checks],
+            "proofs": [{**asdict(proof), "ok": proof.ok} for proof in prepared.proofs],
+        },
+        ok=prepared.ok,
+    )
+
 
 
 from . import cli_ship  # noqa: E402  (its commands need the above)
