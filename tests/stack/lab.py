@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,10 @@ URL = "https://example.invalid/vllm.git"
 GENERATED = ["PKG-INFO", "setup.cfg", "vllm.egg-info/", "vllm/_version.py"]
 
 SHAPE = "def {name}(x):\n    y = x + 1\n    y = y * 2\n    return y\n"
+# Two functions that differ by name only, too long for a diff's context to tell apart.
+TWIN = "def {name}(x):\n" + "".join(f"    x = x + {i}\n" for i in range(12))
+TWIN += "    return x\n"
+TWINS = "\n\n".join(TWIN.format(name=name) for name in ("a", "b"))
 BASE: dict[str, tuple[str, bytes]] = {
     ".gitignore": ("100644", b"__pycache__/\n*.pyc\n*.log\n"),
     "README.md": ("100644", b"# A small release\n"),
@@ -48,6 +53,7 @@ BASE: dict[str, tuple[str, bytes]] = {
     ),
     "vllm/beta.py": ("100644", b"".join(b"B%d = %d\n" % (i, i) for i in range(40))),
     "vllm/old.py": ("100644", b"GONE = True\n"),
+    "vllm/twin.py": ("100644", TWINS.encode()),
 }
 
 
@@ -86,6 +92,22 @@ def put(folder: Path, path: str, content: bytes | str, mode: str = "100644") -> 
     else:
         target.write_bytes(data)
         target.chmod(0o755 if mode == "100755" else 0o644)
+
+
+def upstream(
+    lab: Lab, edit: Callable[[Path], None], subject: str = "Go on (#7)"
+) -> str:
+    """A commit of upstream's; ``edit`` changes the files of its clone."""
+    edit(lab.clone)
+    git(lab.clone, "add", "-A")
+    git(lab.clone, "commit", "-q", "-m", subject)
+    return git(lab.clone, "rev-parse", "HEAD")
+
+
+def release(lab: Lab, version: str = "1.3.0") -> None:
+    """Tag what upstream has, and put its archive beside the first one."""
+    git(lab.clone, "tag", f"v{version}")
+    make_sdist(lab.clone, lab.sdist.with_name(f"vllm-{version}.tar.gz"), version)
 
 
 def change_id(name: str) -> str:
@@ -221,13 +243,18 @@ def archive(
     return target
 
 
-def make_sdist(clone: Path, target: Path) -> Path:
+def make_sdist(clone: Path, target: Path, version: str = "1.2.0") -> Path:
     """The archive that a build backend makes: the tree and what it generates."""
     files = dict(members(clone))
     for name in GENERATED:
         path = name + "SOURCES.txt" if name.endswith("/") else name
         files[path] = ("100644", b"generated\n")
-    return archive(target, files, "vllm-1.2.0")
+    commit = git(clone, "rev-parse", "--short=9", "HEAD")
+    files["vllm/_version.py"] = (
+        "100644",
+        f"__commit_id__ = commit_id = 'g{commit}'\n".encode(),
+    )
+    return archive(target, files, f"vllm-{version}")
 
 
 def sha256(path: Path) -> str:
@@ -370,6 +397,19 @@ class Lab:
             "PIP_FIND_LINKS": str(self.sdist.parent),
             "PYTHONUTF8": "1",  # saves the tool a second start
         }
+
+    def add_patch(self, name: str, edit: Callable[[Path], None], **words) -> None:
+        """One more patch, made on top of the others with plain git."""
+        work = self.folder / "work"
+        edit(work)
+        git(work, "add", "-A")
+        git(work, "commit", "-q", "-F", "-", stdin=message(name, **words).encode())
+        put(self.patches, f"{name}.patch", format_patch(work, "HEAD"))
+        put(
+            self.patches,
+            "series",
+            (self.patches / "series").read_text() + f"{name}.patch\n",
+        )
 
     def git(self, *arguments: str, **kwargs) -> str:
         """Plain git in the applied tree."""
