@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from . import git, landing, trailers
 from .apply import Applied
+from .history import Change
 from .patchfile import Patch
 from .target import Target
 
@@ -155,13 +156,19 @@ class Carrier:
     # -- upstream's history ------------------------------------------------------
 
     def _same_change(self, applied: Applied) -> str:
-        history = self.target.history
-        if history is None:
+        if self.target.history is None:
             return ""
         ids = self.repository.patch_ids("-1", applied.commit)
-        paths = [change.path for change in applied.patch.files]
-        found = history.same_change(next(iter(ids), ""), paths)
+        found = self.upstream_ids.get(next(iter(ids), ""))
         return f"upstream commit {found} makes the same change" if found else ""
+
+    @functools.cached_property
+    def upstream_ids(self) -> dict[str, Change]:
+        """Upstream's commits by patch id, those that touch a file of the stack."""
+        if self.target.history is None:
+            return {}
+        paths = {change.path for a in self.stack for change in a.patch.files}
+        return self.target.history.patch_ids(sorted(paths))
 
     def _hints(self, patch: Patch) -> Iterator[str]:
         """What the patch's Upstream-Status has to do with the new base."""

@@ -1039,5 +1039,4 @@ def pr(
     )
 
 
-
 from . import cli_ship  # noqa: E402  (its commands need the above)

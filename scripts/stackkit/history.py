@@ -53,13 +53,11 @@ class History:
         found = self.repository.lines_log(path, first, last, self._range)
         return [Change(*x) for x in found]
 
-    def same_change(self, patch_id: str, paths: Iterable[str]) -> Change | None:
-        """The commit that makes the very same change, if there is one."""
+    def patch_ids(self, paths: Iterable[str]) -> dict[str, Change]:
+        """Commits that touch one of ``paths``, by what they change (patch id)."""
         ids = self.repository.patch_ids(self._range, paths=paths)
-        commit = ids.get(patch_id)
-        if commit is None:
-            return None
-        return Change(commit, self.repository.commit(commit).subject)
+        subjects = dict(self.repository.log(self._range, paths=paths))
+        return {key: Change(commit, subjects[commit]) for key, commit in ids.items()}
 
 
 def between(repository: git.Repository, old: str, new: str) -> History | None:

@@ -98,7 +98,10 @@ def load(project: Project) -> list[Entry]:
         raise _error(project, f"not valid TOML: {error}") from error
     entries = []
     wanted = [field.name.replace("_", "-") for field in fields(Entry)]
-    for number, table in enumerate(data.pop("fate", []), 1):
+    tables = data.pop("fate", [])
+    if not isinstance(tables, list) or not all(isinstance(x, dict) for x in tables):
+        raise _error(project, "fate must be given as [[fate]] tables")
+    for number, table in enumerate(tables, 1):
         if sorted(table) != sorted(wanted):
             raise _error(
                 project,

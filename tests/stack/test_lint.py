@@ -128,6 +128,10 @@ BROKEN = {
         ),
     ],
     "tests": [lambda lab: _beta(lab, tests=("tests/test_no.py::test_x",))],
+    "ledger": [
+        lambda lab: put(lab.root, "docs/concerns/lost.md", "# Lost\n"),
+        lambda lab: put(lab.root, "docs/ledger.toml", "fate = 1\n"),
+    ],
 }  # fmt: skip
 
 
@@ -153,7 +157,8 @@ def test_broken_rule_is_found_and_names_the_file(fresh, rule, number):
     result = fresh.run("lint", "--json")
     assert result.code == 1
     assert rule in _rules(result), result.text
-    places = {"gitlink": "stack.toml", "gitmodules": ".gitmodules"}
+    places = {"gitlink": "stack.toml", "gitmodules": ".gitmodules",
+              "ledger": "docs/ledger.toml"}  # fmt: skip
     where = [f["where"] for f in result.json["findings"] if f["rule"] == rule]
     assert all(places.get(rule, f"patches/{RELEASE}/") in place for place in where)
 
