@@ -534,7 +534,8 @@ def window_of_prefill() -> None:
     where = requests()
     build = sparse_swa.DeepseekSparseSWAMetadataBuilder._build_deepseek_v4_metadata
     builder = SimpleNamespace(window_size=WINDOW)
-    build(builder, 0, REQUESTS, where["seq_lens"], where["query_start_loc"])
+    arguments = accepted(build, seq_lens_cpu=where["seq_lens"])
+    build(builder, 0, REQUESTS, where["seq_lens"], where["query_start_loc"], **arguments)
 
 
 @launch()
