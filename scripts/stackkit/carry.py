@@ -64,6 +64,7 @@ class Hunk:
     upstream: tuple[str, ...]
     patch: tuple[str, ...]
     causes: tuple[str, ...]  # upstream commits that touched these lines
+    now_in: tuple[str, ...]  # files that have what upstream took away here
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,19 @@ class Carrier:
         for line, base, upstream, patch in _marked(landing.text_of(content)):
             place = where[min(line, len(where)) - 1] if where else ""
             causes = self._line_causes(path, upstream)
-            yield Hunk(line, place, base, upstream, patch, causes)
+            now_in = self._now_in(base, patch) if not upstream else ()
+            yield Hunk(line, place, base, upstream, patch, causes, now_in)
+
+    def _now_in(self, base: tuple[str, ...], patch: tuple[str, ...]) -> tuple[str, ...]:
+        """Where the lines are that a patch changes and upstream took away."""
+        lines = {line.strip() for line in base} - {line.strip() for line in patch}
+        lines = {line for line in lines if landing.is_distinct(line)}
+        found: Counter[str] = Counter()
+        for line in sorted(lines, key=lambda line: (-len(line), line))[:3]:
+            before = self.repository.files_with(line, self.old)
+            after = self.repository.files_with(line, self.new)
+            found.update(set(after) - set(before))
+        return tuple(sorted(found, key=lambda path: (-found[path], path))[:3])
 
     def _line_causes(self, path: str, lines: tuple[str, ...]) -> tuple[str, ...]:
         """Upstream commits that touched ``lines`` of a file of the new base."""
@@ -395,8 +408,10 @@ class _Change:
         old, new = carrier.read(self.old, origin), carrier.read(self.new, origin)
         before, after = carrier.read(self.before, path), carrier.read(self.after, path)
         if (old, new) != (before, after):
-            meant = landing.change(origin, old, new)
-            landed = landing.change(path, before, after)
+            sides = ((origin, old), (origin, new), (path, before), (path, after))
+            loose = not all(landing.parses(x, landing.text_of(y)) for x, y in sides)
+            meant = landing.change(origin, old, new, loose)
+            landed = landing.change(path, before, after, loose)
             for stray in landing.strays(meant, landed):
                 yield f"{path}: {stray}"
             there, total = landing.already_there(origin, old, new, before)
@@ -406,9 +421,11 @@ class _Change:
                     "already"
                 )
             texts = [landing.text_of(side) for side in (before, new, after)]
-            known = landing.faults(path, texts[0]) | landing.faults(origin, texts[1])
-            for fault in sorted(landing.faults(path, texts[2]) - known):
-                yield f"{path}: {fault}"
+            if landing.parses(path, texts[0]):  # else nothing new can be told
+                known = landing.faults(path, texts[0])
+                known |= landing.faults(origin, texts[1])
+                for fault in sorted(landing.faults(path, texts[2]) - known):
+                    yield f"{path}: {fault}"
         if after is not None and path.endswith(CODE):
             used = carrier.used_words(self.applied.commit, origin) & carrier.gone
             if used:

@@ -792,6 +792,10 @@ def _say_outcome(
                         session.say(f"        {mark:8} {escape(line)}")
                     if len(lines) > _SHOWN:
                         session.say(f"        {mark:8} ... {len(lines)} lines")
+                    if not lines:
+                        session.say(f"        {mark:8} has taken these lines away")
+            for path in hunk.now_in:
+                session.say(f"        now in   {escape(path)}")
             for cause in hunk.causes:
                 session.say(f"        changed by {escape(cause)}")
         if not any(hunk.causes for hunk in conflict.hunks):

@@ -196,6 +196,8 @@ def _section(one: Drift) -> list[str]:
             where = (
                 f", in {', '.join(f'`{place}`' for place in places)}" if places else ""
             )
+            gone = dict.fromkeys(x for hunk in conflict.hunks for x in hunk.now_in)
+            where += f"; now in {', '.join(f'`{x}`' for x in gone)}" if gone else ""
             lines.append(f"  - `{conflict.path}`: {conflict.kind}{where}")
     return [*lines, ""]
 

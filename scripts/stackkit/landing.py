@@ -41,20 +41,47 @@ def text_of(content: bytes | None) -> str:
     return content.decode("utf-8", "replace")
 
 
+def parses(path: str, text: str) -> bool:
+    """Whether a file is no Python, or Python that parses."""
+    return not any(fault.startswith("does not parse") for fault in faults(path, text))
+
+
 @functools.lru_cache(maxsize=512)
-def places(path: str, text: str) -> tuple[str, ...]:
-    """The place of each line of ``text``; the empty string is the file itself."""
+def places(path: str, text: str, loose: bool = False) -> tuple[str, ...]:
+    """The place of each line of ``text``; the empty string is the file itself.
+
+    Args:
+        path: Tells the language.
+        text: The file.
+        loose: Go by indentation, also where the syntax would tell more: what is to be
+            compared with a file that does not parse has to be told in the same way.
+    """
     lines = text.split("\n")
     if path.endswith((".py", ".pyi")):
-        try:
-            return _python_places(ast.parse(text), len(lines))
-        except (SyntaxError, ValueError):
-            pass  # told by `faults`; its layout still tells functions apart
+        if loose or not parses(path, text):
+            return _indented_places(lines)
+        return _python_places(ast.parse(text), len(lines))
     if path.endswith((".yaml", ".yml")):
         return _yaml_places(lines)
     if path.endswith(_C_SUFFIXES):
         return _c_places(lines)
-    return _section_places(lines)
+    return _section_places(path, lines)
+
+
+def _indented_places(lines: list[str]) -> tuple[str, ...]:
+    found: list[str] = []
+    above: list[tuple[int, str]] = []
+    for line in lines:
+        text = line.strip()
+        if text:
+            indent = len(line) - len(line.lstrip())
+            while above and above[-1][0] >= indent and text[0] not in ")]}":
+                above.pop()
+            kind = re.match(r"(?:async def|def|class) (\w+)", text)
+            if kind:
+                above.append((indent, kind[1]))
+        found.append(".".join(name for _, name in above))
+    return tuple(found)
 
 
 def _python_places(tree: ast.Module, count: int) -> tuple[str, ...]:
@@ -127,18 +154,22 @@ def _c_name(lines: list[str]) -> str:
     return variable[1] if variable else lines[0].strip()
 
 
-def _section_places(lines: list[str]) -> tuple[str, ...]:
+def _section_places(path: str, lines: list[str]) -> tuple[str, ...]:
+    """By headings: of Markdown, or of what has ``[section]`` lines."""
+    pattern = r"#{1,6} \S" if path.endswith(".md") else r"\[[^\]]+\]\s*$"
     found, now = [], ""
     for line in lines:
-        if re.match(r"\[[^\]]+\]\s*$|#{1,6} \S|def \w|class \w|async def \w", line):
-            now = line.split("(")[0].strip()
+        if re.match(pattern, line):
+            now = line.strip()
         found.append(now)
     return tuple(found)
 
 
-def change(path: str, before: bytes | None, after: bytes | None) -> dict[str, Delta]:
-    """What a change of one file does to each of its places."""
-    old, new = (_by_place(path, text_of(side)) for side in (before, after))
+def change(
+    path: str, before: bytes | None, after: bytes | None, loose: bool = False
+) -> dict[str, Delta]:
+    """What a change of one file does to each of its places; see :func:`places`."""
+    old, new = (_by_place(path, text_of(side), loose) for side in (before, after))
     deltas = {}
     for place in old.keys() | new.keys():
         was, now = old.get(place, Counter()), new.get(place, Counter())
@@ -147,15 +178,15 @@ def change(path: str, before: bytes | None, after: bytes | None) -> dict[str, De
     return deltas
 
 
-def _by_place(path: str, text: str) -> dict[str, Counter[str]]:
-    return {place: Counter(lines) for place, lines in bodies(path, text).items()}
+def _by_place(path: str, text: str, loose: bool) -> dict[str, Counter[str]]:
+    return {place: Counter(lines) for place, lines in bodies(path, text, loose).items()}
 
 
 @functools.lru_cache(maxsize=512)
-def bodies(path: str, text: str) -> dict[str, tuple[str, ...]]:
+def bodies(path: str, text: str, loose: bool = False) -> dict[str, tuple[str, ...]]:
     """The lines of each place, trimmed, in order."""
     found: dict[str, list[str]] = {}
-    for place, line in zip(places(path, text), text.split("\n"), strict=True):
+    for place, line in zip(places(path, text, loose), text.split("\n"), strict=True):
         if line.strip():
             found.setdefault(place, []).append(line.strip())
     return {place: tuple(lines) for place, lines in found.items()}
@@ -175,13 +206,14 @@ def strays(meant: dict[str, Delta], landed: dict[str, Delta]) -> Iterator[str]:
                 lacking.setdefault(line, set()).add(place)
         for place, delta in sorted(landed.items()):
             extra = _less(getattr(delta, side), meant.get(place), side)
-            moved = {line: lacking[line] for line in extra if line in lacking}
+            # A bracket alone says nothing about where it belongs.
+            moved = [x for x in extra if x in lacking and re.search(r"\w", x)]
             if moved:
-                line, origins = next(iter(moved.items()))
+                line = max(moved, key=lambda x: (is_distinct(x), len(x)))
+                origins = sorted(x or "the top level" for x in lacking[line])
                 yield (
                     f"{verb} {place or 'the top level'} what was made for "
-                    f"{' or '.join(sorted(x or 'the top level' for x in origins))}: "
-                    f"{line!r}"
+                    f"{' or '.join(origins)}: {line!r}"
                 )
             elif any(is_distinct(line) for line in extra):
                 line = next(line for line in extra if is_distinct(line))

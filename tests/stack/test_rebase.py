@@ -188,6 +188,27 @@ def test_conflict_names_file_hunk_and_upstream_commit(two):
     assert cause.endswith("Raise B20 (#12)")
 
 
+def test_conflict_tells_where_the_lines_went(two):
+    """Upstream moved what the patch changes to another file."""
+    line = "    return compute_the_limit(x)\n"
+    body = f"def limit_of(x):\n{line}\n\n"
+    put(two.clone, "vllm/limit.py", body + TWIN.format(name="other"))
+    git(two.clone, "add", "-A")
+    git(two.clone, "commit", "-q", "--amend", "--no-edit")
+    git(two.clone, "tag", "-f", "v1.2.0")
+    rebuilt = rebuild(two)
+    rebuilt.add_patch(
+        "core-limit", change("vllm/limit.py", "limit(x)\n", "limit(x) + 1\n")
+    )
+    rebuilt.ok("apply")
+    upstream(rebuilt, both(change("vllm/limit.py", body, ""),
+                           write("vllm/moved.py", body)))  # fmt: skip
+    (conflict,) = outcome(drift(rebuilt), "core-limit")["conflicts"]
+    (hunk,) = conflict["hunks"]
+    assert hunk["upstream"] == []
+    assert hunk["now_in"] == ["vllm/moved.py"]
+
+
 def test_conflict_with_a_deleted_file(two):
     upstream(two, lambda tree: (tree / "vllm/beta.py").unlink())
     found = outcome(drift(two), "core-beta")
