@@ -535,7 +535,9 @@ def window_of_prefill() -> None:
     build = sparse_swa.DeepseekSparseSWAMetadataBuilder._build_deepseek_v4_metadata
     builder = SimpleNamespace(window_size=WINDOW)
     arguments = accepted(build, seq_lens_cpu=where["seq_lens"])
-    build(builder, 0, REQUESTS, where["seq_lens"], where["query_start_loc"], **arguments)
+    build(
+        builder, 0, REQUESTS, where["seq_lens"], where["query_start_loc"], **arguments
+    )
 
 
 @launch()

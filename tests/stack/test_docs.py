@@ -59,6 +59,21 @@ TESTED = {
     "make serve RECIPE=tp4 PLAN=1":
         "test_docs.py::test_a_plan_of_serving_prints_environment_and_command",
     "make bench PLAN=1": "test_bench.py::test_a_dry_run_prints_the_command_and_needs_nothing",
+    "make drift TO=0.33.0": "test_rebase.py::test_drift_and_dry_run_change_nothing",
+    "scripts/stack drift --update --to v0.22.1 --to v0.23.0 --to v0.26.0 --to v0.33.0":
+        "test_rebase.py::test_drift_page_is_written_and_checked",
+    "make rebase TO=0.33.0": "test_rebase.py::test_rebase_without_a_stop",
+    "scripts/stack range-diff v0.22.0 v0.33.0":
+        "test_graph.py::test_range_diff_between_two_releases",
+    "scripts/stack rebase --continue":
+        "test_rebase.py::test_continue_takes_the_files_as_they_are",
+    'scripts/stack rebase --skip --fate "absorbed vllm-project/vllm#1234, v0.33.0"':
+        "test_rebase.py::test_skip_with_a_fate",
+    "scripts/stack rebase --abort": "test_rebase.py::test_abort_restores_everything",
+    "scripts/stack graph": "test_graph.py::test_graph_finds_what_a_patch_is_built_on",
+    "scripts/stack bisect run -- CMD": "test_graph.py::test_bisect_finds_the_patch",
+    "scripts/stack pr fnuz-e8m0-weight-scales --onto ../vllm":
+        "test_pr.py::test_branch_holds_the_patch_and_none_of_our_trailers",
     "scripts/stack doctor --serve": "test_preflight.py::test_the_command_fails_where_nothing_is",
 }  # fmt: skip
 
@@ -79,6 +94,7 @@ NEEDS = {
     "python3 -m pytest": "an MI300X",
     "pytest -q tests": "an MI300X",
     "python3 bench/": "a GPU",
+    "python3 FOLDER/": "a GPU",
     "make image ARGS=\"--target overlay\"": "docker",
     "make image": "docker",
     "make image ARGS=--stand-in": "root, buildah and debootstrap",
@@ -338,8 +354,6 @@ def test_targets_and_options_of_jobs_exist(file, name, job):
     line = line.replace("$(scripts/stack newest)", "0.33.0")
     line = line.replace("$CHECKPOINT", "/models/flash")
     verb = line.split()[1]
-    if verb == "drift" and verb not in cli.main.commands:
-        pytest.xfail("drift comes with another branch")
     if file == "mi300x.yml" and verb != "build":
         line += " RECIPE=tp8-ep" + (" GSM8K=x" if verb == "accept" else "")
     test_make_and_the_tool_know_every_option(line)
