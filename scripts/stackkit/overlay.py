@@ -137,26 +137,25 @@ def make(
     if tip is None:
         tip = repository.commit(commits[0].commit).parents[0]
     moved = False
-    for applied in commits:
-        if applied.patch.name not in chosen:
-            moved = True
-            continue
-        if not moved:
-            tip = applied.commit
-            continue
-        step(applied.patch.name)
-        merged, conflicts = repository.cherry_pick(applied.commit, tip)
-        if merged is None:
-            raise StackError(
-                f"{applied.patch.name} conflicts without the patches that are left out",
-                mend="leave it out, too, or declare it with Depends-On",
-                details=tuple(conflicts),
-                code=CONFLICT,
-            )
-        old = repository.commit(applied.commit)
-        tip = repository.write_commit(
-            merged, [tip], old.message, old.author, old.author
-        )
+    with repository.merging() as merging:
+        for applied in commits:
+            if applied.patch.name not in chosen:
+                moved = True
+                continue
+            if not moved:
+                tip = applied.commit
+                continue
+            step(applied.patch.name)
+            merge = merging.pick(applied.commit, tip)
+            if merge.tree is None:
+                raise StackError(
+                    f"{applied.patch.name} conflicts without the patches that are "
+                    "left out",
+                    mend="leave it out, too, or declare it with Depends-On",
+                    details=tuple(conflict.path for conflict in merge.conflicts),
+                    code=CONFLICT,
+                )
+            tip = apply.moved_commit(repository, applied.commit, merge.tree, tip)
     tree_id = repository.commit(tip).tree
     files = {
         path: (_content(repository, old), _content(repository, new))
