@@ -54,9 +54,11 @@ def test_vllm_takes_every_flag(parser, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_vllm_makes_its_configuration_of_it(parser, name):
+def test_vllm_makes_its_configuration_of_it(monkeypatch, parser, name):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    # Offline, it would look for the checkpoint on the disk.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     parsed = parse(parser, name)
     arguments = AsyncEngineArgs.from_cli_args(parsed)
     recipe = recipes.find(PROJECT, PIN, name)

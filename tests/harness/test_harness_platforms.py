@@ -74,7 +74,8 @@ def test_install_is_idempotent_and_must_come_first(monkeypatch):
 
 
 def test_another_platform_detection_is_refused_by_name():
-    load = bootstrap._PlatformsFinder._then_replace(lambda module: None)
+    finder = bootstrap._PlatformsFinder(gpus=False)
+    load = finder._then_replace(lambda module: None)
     with pytest.raises(HarnessError, match="builtin_platform_plugins is not a dict"):
         load(ModuleType("vllm.platforms"))
 
