@@ -216,15 +216,21 @@ def numbers(env, tiny):
                 if name in arguments:
                     arguments[name][1] = 0  # no key for the first query
             expected = reference(env, arguments)
-            row = {"heads": heads, "extra": extra, "errors": {}}
-            for tree in ("v0.22.0", "v0.33.0", "patched"):
-                row["errors"][tree] = attempt(
-                    lambda: error(wrapper(env, tree)(**arguments), expected)
-                )
-            ours = row["errors"]["patched"]
-            row["ok"] = isinstance(ours, float) and ours <= MAX_ERROR
+            row = {"heads": heads, "extra": extra}
+            row |= judged(lambda tree: wrapper(env, tree)(**arguments), expected)
             rows.append(row)
     return rows
+
+
+def judged(run, expected):
+    """Errors of what run(tree) gives for each tree, and whether the patched one's is
+    small enough."""
+    errors = {
+        tree: attempt(lambda tree=tree: error(run(tree), expected))
+        for tree in ("v0.22.0", "v0.33.0", "patched")
+    }
+    ours = errors["patched"]
+    return {"errors": errors, "ok": isinstance(ours, float) and ours <= MAX_ERROR}
 
 
 def graphs(env, tiny):
@@ -511,11 +517,7 @@ def plot(args):
 
 def add_commands(parser, run, sweep, plot):
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("prepare", help="make the folder")
-    command.add_argument("folder", type=Path)
-    for tree in trees.FILES:
-        command.add_argument(f"--{tree}", dest=tree, type=Path, required=True)
-    command.set_defaults(function=trees.prepare)
+    trees.add_prepare(commands)
     command = commands.add_parser("run", help="measure")
     command.add_argument("folder", type=Path)
     command.add_argument("--output", type=Path, help="JSON")

@@ -404,6 +404,7 @@ def run(args):
     load(args.folder)
     torch.manual_seed(0)
     result = {
+        "command": " ".join(["python3", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": ENV.name,
         "torch": torch.__version__,
@@ -448,11 +449,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("prepare", help="make the folder for `run`")
-    command.add_argument("folder", type=Path)
-    for tree in trees.FILES:
-        command.add_argument(f"--{tree}", dest=tree, type=Path, required=True)
-    command.set_defaults(function=trees.prepare)
+    trees.add_prepare(commands)
     command = commands.add_parser("run", help="measure")
     command.add_argument("folder", type=Path)
     command.add_argument("--output", type=Path, help="JSON")

@@ -50,6 +50,15 @@ def prepare(args) -> None:
     print(f"wrote {args.folder}")
 
 
+def add_prepare(commands) -> None:
+    """The command `prepare`, the same for every benchmark."""
+    command = commands.add_parser("prepare", help="make the folder")
+    command.add_argument("folder", type=Path)
+    for tree in FILES:
+        command.add_argument(f"--{tree}", dest=tree, type=Path, required=True)
+    command.set_defaults(function=prepare)
+
+
 def _read(tree: Path, path: str) -> bytes:
     if tree.is_dir():
         return (tree / path).read_bytes()
