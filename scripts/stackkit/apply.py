@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import git, patchfile, superproject
 from .base import IDENTITY
-from .errors import StackError
+from .errors import CONFLICT, StackError
 from .patchfile import Patch
 from .pins import Pin, Project
 from .report import Progress, Step
@@ -110,6 +111,51 @@ def moved_commit(
     """``commit`` again, with another tree and parent: same message, author, dates."""
     old = repository.commit(commit)
     return repository.write_commit(tree, [parent], old.message, old.author, old.author)
+
+
+def chosen_tip(
+    repository: git.Repository,
+    commits: list[Applied],
+    chosen: Container[str],
+    tip: str,
+    step: Step,
+    *,
+    why: str,
+    mend: str,
+) -> str:
+    """Commits of the chosen patches alone, as objects; returns the tip.
+
+    Args:
+        repository: Has the commits.
+        commits: The whole stack.
+        chosen: Names of the patches that stay.
+        tip: The base of the stack.
+        step: Told of each patch that is merged.
+        why, mend: Of the error, after the name of a patch that conflicts.
+
+    Raises:
+        StackError: if a patch does not merge without those that are left out.
+    """
+    moved = False
+    with repository.merging() as merging:
+        for applied in commits:
+            if applied.patch.name not in chosen:
+                moved = True
+                continue
+            if not moved:
+                tip = applied.commit
+                continue
+            step(applied.patch.name)
+            merge = merging.pick(applied.commit, tip)
+            if merge.tree is None:
+                raise StackError(
+                    f"{applied.patch.name} {why}",
+                    mend=mend,
+                    details=tuple(conflict.path for conflict in merge.conflicts),
+                    code=CONFLICT,
+                )
+            tip = moved_commit(repository, applied.commit, merge.tree, tip)
+    return tip
 
 
 def known_commits(tree: Tree, patches: list[Patch]) -> list[Applied]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import apply, git, patchfile, trailers
 from .base import IDENTITY
-from .errors import CONFLICT, REFUSED, USAGE, StackError
+from .errors import REFUSED, USAGE, StackError
 from .patchfile import SERIES, SUFFIX, Patch
 from .pins import Pin, Project
 from .report import Step
@@ -426,24 +426,13 @@ def _without(
     repository = tree.repository
     tip = repository.resolve(BASE)
     assert tip is not None
-    moved = False
-    with repository.merging() as merging:
-        for applied in commits:
-            if applied.patch.name == target.name:
-                moved = True
-                continue
-            if not moved:
-                tip = applied.commit
-                continue
-            step(applied.patch.name)
-            merge = merging.pick(applied.commit, tip)
-            if merge.tree is None:
-                raise StackError(
-                    f"{applied.patch.name} conflicts when {target.name} is taken out",
-                    mend=f"declare it (Depends-On: {target.name}) and drop it too, or "
-                    "edit it in the tree first",
-                    details=tuple(conflict.path for conflict in merge.conflicts),
-                    code=CONFLICT,
-                )
-            tip = apply.moved_commit(repository, applied.commit, merge.tree, tip)
-    return tip
+    return apply.chosen_tip(
+        repository,
+        commits,
+        {applied.patch.name for applied in commits} - {target.name},
+        tip,
+        step,
+        why=f"conflicts when {target.name} is taken out",
+        mend=f"declare it (Depends-On: {target.name}) and drop it too, or edit it in "
+        "the tree first",
+    )

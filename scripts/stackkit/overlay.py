@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import apply, git, trailers, worktree
-from .errors import CONFLICT, StackError
+from .errors import StackError
 from .patchfile import Patch
 from .report import Step
 
@@ -136,26 +136,15 @@ def make(
     tip = repository.resolve(worktree.BASE)
     if tip is None:
         tip = repository.commit(commits[0].commit).parents[0]
-    moved = False
-    with repository.merging() as merging:
-        for applied in commits:
-            if applied.patch.name not in chosen:
-                moved = True
-                continue
-            if not moved:
-                tip = applied.commit
-                continue
-            step(applied.patch.name)
-            merge = merging.pick(applied.commit, tip)
-            if merge.tree is None:
-                raise StackError(
-                    f"{applied.patch.name} conflicts without the patches that are "
-                    "left out",
-                    mend="leave it out, too, or declare it with Depends-On",
-                    details=tuple(conflict.path for conflict in merge.conflicts),
-                    code=CONFLICT,
-                )
-            tip = apply.moved_commit(repository, applied.commit, merge.tree, tip)
+    tip = apply.chosen_tip(
+        repository,
+        commits,
+        chosen,
+        tip,
+        step,
+        why="conflicts without the patches that are left out",
+        mend="leave it out, too, or declare it with Depends-On",
+    )
     tree_id = repository.commit(tip).tree
     files = {
         path: (_content(repository, old), _content(repository, new))

@@ -7,6 +7,7 @@ import re
 import shutil
 
 import pytest
+import test_kill
 from lab import RELEASE, git, put, release, replace, snapshot, upstream
 from test_kill import in_fork
 
@@ -46,26 +47,19 @@ def state(lab):
     return found
 
 
+def rebase_is_over(arguments, result) -> bool:
+    """What was done but for its last words has nothing left to go on with."""
+    return result.code == 2 and "no rebase is in progress" in result.text
+
+
 def sweep(lab, tmp_path, arguments, code, most=1000):
-    """Run again on each state that a kill can leave; compare with the undisturbed."""
-    keep = tmp_path / "kept"
-    keep.mkdir()
-    status, effects = in_fork(lab, arguments, keep=keep)
-    assert status >> 8 == code
-    wanted = state(lab)
-    left = sorted(keep.iterdir(), key=lambda path: int(path.name))
-    assert effects > 10
-    assert len(left) > 2
-    for folder in left[:: -(-len(left) // most)]:
-        shutil.rmtree(lab.folder)
-        folder.rename(lab.folder)
-        result = lab.run(*arguments)
-        where = f"killed before effect {folder.name}: {result.text}"
-        # What was done but for its last words has nothing left to go on with.
-        assert result.code in (code, 2), where
-        if result.code == 2:
-            assert "no rebase is in progress" in result.text, where
-        assert state(lab) == wanted, where
+    test_kill.sweep(
+        *(lab, tmp_path, arguments),
+        most=most,
+        code=code,
+        state=state,
+        is_over=rebase_is_over,
+    )
 
 
 def resolve(lab):
