@@ -105,6 +105,11 @@ def commits_of(repository: git.Repository, patches: list[Patch]) -> list[Applied
     return done
 
 
+def stack_tree(pin: Pin, commits: list[Applied]) -> str:
+    """The tree of the whole stack."""
+    return commits[-1].tree if commits else pin.tree
+
+
 def moved_commit(
     repository: git.Repository, commit: str, tree: str, parent: str
 ) -> str:
@@ -239,7 +244,7 @@ def tree_of(project: Project, pin: Pin, progress: Progress) -> tuple[str, int]:
     tree = Tree(project, pin)
     with tree.rehearsal(None, progress):
         commits = known_commits(tree, patches)
-    return (commits[-1].tree if commits else pin.tree), len(commits)
+    return stack_tree(pin, commits), len(commits)
 
 
 @dataclass(frozen=True)

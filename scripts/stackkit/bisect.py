@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from . import apply, patchfile, process, prove, testenv, worktree
+from . import process, prove, testenv
 from .errors import USAGE, StackError
 from .pins import Pin, Project
 from .report import Progress, Step
@@ -54,42 +54,37 @@ def bisect(
     Raises:
         StackError: if the base is bad or the whole stack good, or the command dies.
     """
-    folder = project.build / prove.SLOTS
-    with worktree.lock(project, lambda: step("waiting for another run")):
-        tree = worktree.Tree(project, pin)
-        tree.ensure_base(None, progress)
-        patches = patchfile.load(project.patches(pin))
-        commits = apply.known_commits(tree, patches)
-        folder.mkdir(exist_ok=True)
-    names = [BASE_NAME, *(applied.patch.name for applied in commits)]
-    trees = [pin.tree, *(applied.tree for applied in commits)]
-    slot = folder / "bisect"
-    trials: list[Trial] = []
+    with prove.opened(project, pin, progress, step) as (tree, commits, folder):
+        names = [BASE_NAME, *(applied.patch.name for applied in commits)]
+        trees = [pin.tree, *(applied.tree for applied in commits)]
+        slot = folder / "bisect"
+        trials: list[Trial] = []
 
-    def run(position: int) -> int:
-        step(f"trying {names[position]}")
-        prove.check_out(tree, trees[position], slot)
-        environment = testenv.environment(project, slot)
-        path = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
-        try:
-            done = process.run(
-                command,
-                cwd=slot,
-                env={**environment, "PATH": path, "STACK_PATCH": names[position]},
-                capture=False,
+        def run(position: int) -> int:
+            step(f"trying {names[position]}")
+            prove.check_out(tree, trees[position], slot)
+            environment = testenv.environment(project, slot)
+            path = os.pathsep.join(
+                (os.path.dirname(sys.executable), os.environ["PATH"])
             )
-        except (FileNotFoundError, PermissionError) as error:
-            raise StackError(
-                f"{command[0]} cannot be run: {error.strerror}",
-                mend="scripts/stack bisect run COMMAND ARGUMENT...",
-                code=USAGE,
-            ) from error
-        if not 0 <= done.returncode < 128:
-            raise StackError(f"the command died on {names[position]}")
-        trials.append(Trial(names[position], done.returncode))
-        return done.returncode
+            try:
+                done = process.run(
+                    command,
+                    cwd=slot,
+                    env={**environment, "PATH": path, "STACK_PATCH": names[position]},
+                    capture=False,
+                )
+            except (FileNotFoundError, PermissionError) as error:
+                raise StackError(
+                    f"{command[0]} cannot be run: {error.strerror}",
+                    mend="scripts/stack bisect run COMMAND ARGUMENT...",
+                    code=USAGE,
+                ) from error
+            if not 0 <= done.returncode < 128:
+                raise StackError(f"the command died on {names[position]}")
+            trials.append(Trial(names[position], done.returncode))
+            return done.returncode
 
-    with worktree.lock(project, lambda: step("waiting for a prove"), folder):
         suspects = search(len(trees), run, names)
     return Result(tuple(names[i] for i in suspects), tuple(trials))
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ast
 import concurrent.futures
-import contextlib
 import hashlib
 import json
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from . import (
     assembly,
     budgets,
     git,
-    patchfile,
     process,
     prove,
     testenv,
@@ -100,7 +98,8 @@ def codegen(
             "--update records everything: it takes no kernel and no --arch", code=USAGE
         )
     found = budgets.load(budgets_file(project, pin))
-    with opened(project, pin, progress, step) as (tree, applied, folder):
+    with prove.opened(project, pin, progress, step) as (tree, commits, folder):
+        applied = apply.stack_tree(pin, commits)
         machine = _Machine(tree, folder, found.tritons, jobs, step)
         cells, cached = machine.compile(applied, archs or ARCHS, names)
         if names and not cells:
@@ -123,25 +122,6 @@ def codegen(
             findings += _stale(project, pin, found)
     runs = len(found.tritons) * len(archs or ARCHS)
     return Report(cells, findings, cached, runs, written)
-
-
-@contextlib.contextmanager
-def opened(
-    project: Project, pin: Pin, progress: Progress, step: Step
-) -> Iterator[tuple[worktree.Tree, str, Path]]:
-    """The repository, the tree id of the whole stack, and a locked scratch folder.
-
-    The folder is that of prove, so that a clean waits for both.
-    """
-    folder = project.build / prove.SLOTS
-    with worktree.lock(project, lambda: step("waiting for another run")):
-        tree = worktree.Tree(project, pin)
-        tree.ensure_base(None, progress)
-        patches = patchfile.load(project.patches(pin))
-        commits = apply.known_commits(tree, patches)
-        folder.mkdir(exist_ok=True)
-    with worktree.lock(project, lambda: step("waiting for another prove"), folder):
-        yield tree, commits[-1].tree if commits else pin.tree, folder
 
 
 def check_out(tree: worktree.Tree, tree_id: str, folder: Path) -> Path:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import assembly, codegen, git, hiptools, process, worktree
+from . import apply, assembly, codegen, git, hiptools, process, prove, worktree
 from .base import hash_file
 from .errors import StackError
 from .hiptools import Missing, Toolchain
@@ -81,7 +81,8 @@ def hipgate(
     Raises:
         StackError: if the stack does not apply, or the source does not compile.
     """
-    with codegen.opened(project, pin, progress, step) as (tree, applied, folder):
+    with prove.opened(project, pin, progress, step) as (tree, commits, folder):
+        applied = apply.stack_tree(pin, commits)
         toolchain = hiptools.find(project, step)
         if isinstance(toolchain, Missing):
             return Gate(missing=toolchain.reasons, mend=hiptools.MEND)

@@ -9,6 +9,7 @@ assertion, or the exception that the patch's Tests trailer names.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ import queue
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -220,6 +222,24 @@ def _write(path: Path, value: Any) -> None:
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as stream:
         json.dump(value, stream, indent=1)
     os.replace(stream.name, path)
+
+
+@contextlib.contextmanager
+def opened(
+    project: Project, pin: Pin, progress: Progress, step: Step
+) -> Iterator[tuple[worktree.Tree, list[apply.Applied], Path]]:
+    """The repository, the commits of the stack, and the folder of slots, locked.
+
+    Whatever needs a scratch folder has this one, so that a clean waits for it.
+    """
+    folder = project.build / SLOTS
+    with worktree.lock(project, lambda: step("waiting for another run")):
+        tree = worktree.Tree(project, pin)
+        tree.ensure_base(None, progress)
+        commits = apply.known_commits(tree, patchfile.load(project.patches(pin)))
+        folder.mkdir(exist_ok=True)
+    with worktree.lock(project, lambda: step("waiting for another prove"), folder):
+        yield tree, commits, folder
 
 
 def check_out(tree: worktree.Tree, tree_id: str, slot: Path) -> None:
