@@ -297,25 +297,6 @@ def speed(env, shapes, pages, rows, save):
         save()
 
 
-def summary(rows):
-    result = {}
-    for tree in ("v0.22.0", "v0.33.0"):
-        ratios = [
-            row["us"][tree] / row["us"]["patched"]
-            for row in rows
-            if all(isinstance(row["us"][x], float) for x in (tree, "patched"))
-            and row["us"]["patched"] > 0
-        ]
-        if ratios:
-            result[tree] = {
-                "geometric_mean": trees.geometric_mean(ratios),
-                "least": min(ratios),
-                "most": max(ratios),
-                "shapes": len(ratios),
-            }
-    return result
-
-
 def run(args):
     env = trees.load(args.folder)
     pages = 8 if args.tiny else PAGES
@@ -330,7 +311,7 @@ def run(args):
     save = functools.partial(write, args.output, result)
     result["failed"], result["speed"] = failed, []
     speed(env, TINY if args.tiny else SHAPES, pages, result["speed"], save)
-    result["summary"] = summary(result["speed"])
+    result["summary"] = trees.summary(result["speed"])
     print(json.dumps(result["summary"], indent=1))
     write(args.output, result)
     if failed:

@@ -301,11 +301,11 @@ def speed_of(batch, keys, width, next_n, num_blocks):
     traffic = batch * keys * ROW_BYTES + batch * next_n * width * 4
     copies = max(2, min(16, (1 << 30) // traffic))
     cases = [case(batch, keys, num_blocks, next_n) for _ in range(copies)]
-    us = {}
-    for name in ("patched", "v0.33.0"):
-        function = ours if name == "patched" else others[name]
-        calls = [functools.partial(function, *arguments, width) for arguments in cases]
-        us[name] = trees.time_graph(ENV, calls, 20)
+    versions = {
+        name: [functools.partial(function, *arguments, width) for arguments in cases]
+        for name, function in (("patched", ours), ("v0.33.0", others["v0.33.0"]))
+    }
+    us = trees.time_graphs(ENV, versions, 100 if traffic < 100 * MB else 20)
     # It cannot be captured. As wide as it needs to be, for one token a request.
     if width == keys and next_n == 1:
         call = functools.partial(others["v0.22.0"], *cases[0], width)
@@ -430,6 +430,10 @@ def run(args):
     if DEVICE == "cpu" and not args.tiny:
         sys.exit("speed needs a GPU")
     result["speed"] = speed(args.tiny, batches, keys, num_blocks)
+    result["summary"] = trees.summary(
+        [row for row in result["speed"] if row["width"] == row["keys"]]
+    )
+    print(json.dumps(result["summary"], indent=1))
     result["prefill_speed"] = prefill_speed(args.tiny)
     if args.sweep:
         result["sweep"] = sweep(num_blocks)

@@ -7,12 +7,16 @@ and Triton on the GPU.
 
     python3 bench/patch_tests.py --tree TREE [--patches FOLDER] [--output FILE]
 
-Needs a GPU with PyTorch, Triton, pytest, pytest-xdist and what vLLM imports.  Exits
+With `--sanitizer` each file runs under compute-sanitizer, which watches the C++
+insert and the Triton kernels of the files that the patches touch; a file in which it finds something fails.
+
+Needs a GPU with PyTorch, Triton, pytest and what vLLM imports.  Exits
 with 1 if a test fails.
 """
 
 import argparse
 import collections
+import concurrent.futures
 import datetime
 import json
 import os
@@ -28,6 +32,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "csrc/fused_deepseek_v4_qnorm_rope_kv_insert_kernel.cu"
 OP = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
+KERNEL = "fusedDeepseekV4QNormRopeKVRopeQuantInsertKernel"
 LIBRARY = "PATCH_TESTS_LIBRARY"
 
 
@@ -41,6 +46,18 @@ def test_files(patches):
     pattern = re.compile(r"^\+\+\+ b/(tests/\S*/test_\w+\.py)$", re.MULTILINE)
     texts = [(patches / name).read_text() for name in series(patches)]
     return list(dict.fromkeys(file for text in texts for file in pattern.findall(text)))
+
+
+def triton_kernels(tree, patches):
+    """The names of the Triton kernels in the files of vLLM that the patches touch."""
+    texts = [(patches / name).read_text() for name in series(patches)]
+    pattern = re.compile(r"^\+\+\+ b/(vllm/\S+\.py)$", re.MULTILINE)
+    files = {file for text in texts for file in pattern.findall(text)}
+    kernel = re.compile(
+        r"^@triton\.jit(?:\(.*?\))?\ndef (\w+)", re.MULTILINE | re.DOTALL
+    )
+    sources = [(tree / file).read_text() for file in files if (tree / file).exists()]
+    return sorted({name for source in sources for name in kernel.findall(source)})
 
 
 def compile_insert(tree, folder):
@@ -78,16 +95,35 @@ def prepare():
         torch.ops.load_library(os.environ[LIBRARY])
 
 
-def run(tree, files, folder, jobs):
-    report = folder / "report.xml"
+def run(tree, files, folder, jobs, watch):
+    """Runs each file in a process of its own. `watch` is what that starts with.
+
+    Returns the outcomes of the tests, and by file what a sanitizer summed up.
+    """
     path = [str(tree), str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     if shutil.which("nvcc"):
         compile_insert(tree, folder)
         environment[LIBRARY] = str(folder / "insert.so")
-    command = [sys.executable, "-m", "pytest", "-p", "patch_tests", "--noconftest"]
-    command += ["-q", f"-n{jobs}", "--dist=loadfile", f"--junitxml={report}", *files]
-    subprocess.run(command, cwd=tree, env=environment)
+
+    def run_file(file):
+        report = folder / f"{Path(file).stem}.xml"
+        command = [*watch, sys.executable, "-m", "pytest", "-p", "patch_tests", "-q"]
+        command += ["--noconftest", f"--junitxml={report}", file]
+        done = subprocess.run(
+            command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        print(done.stdout, flush=True)
+        summaries = re.findall(r"^=+ (\w+ SUMMARY: .*)$", done.stdout, re.MULTILINE)
+        return outcomes(report), summaries
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        done = dict(zip(files, pool.map(run_file, files)))
+    tests = {name: test for found, _ in done.values() for name, test in found.items()}
+    return tests, {file: summaries for file, (_, summaries) in done.items()}
+
+
+def outcomes(report):
     tests = {}
     for case in xml.etree.ElementTree.parse(report).iter("testcase"):
         name = f"{case.get('classname').replace('.', '/')}.py::{case.get('name')}"
@@ -108,6 +144,7 @@ def main():
     )
     parser.add_argument("--patches", type=Path, default=ROOT / "patches" / "v0.22.0")
     parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--sanitizer", choices=("memcheck", "racecheck"))
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     import torch
@@ -116,8 +153,14 @@ def main():
     if not torch.cuda.is_available():
         sys.exit("PyTorch sees no GPU; on a CPU run `make test`")
     files = test_files(arguments.patches)
+    tree, watch = arguments.tree.resolve(), []
+    if arguments.sanitizer:
+        watch = ["compute-sanitizer", "--tool", arguments.sanitizer]
+        watch += ["--kernel-name", f"kernel_substring={KERNEL}"]
+        for name in triton_kernels(tree, arguments.patches):
+            watch += ["--kernel-name", f"kernel_name={name}"]
     with tempfile.TemporaryDirectory() as name:
-        tests = run(arguments.tree.resolve(), files, Path(name), arguments.jobs)
+        tests, summaries = run(tree, files, Path(name), arguments.jobs, watch)
     counts = collections.Counter(test["outcome"] for test in tests.values())
     result = {
         "command": " ".join(["python3", "bench/patch_tests.py", *sys.argv[1:]]),
@@ -127,6 +170,7 @@ def main():
         "triton": triton.__version__,
         "python": platform.python_version(),
         "series": series(arguments.patches),
+        "sanitizer": {"watch": watch, "summaries": summaries} if watch else None,
         "counts": counts,
         "tests": tests,
     }
@@ -136,7 +180,17 @@ def main():
         if test["outcome"] == "failed":
             print(f"failed {name}: {test['why']}")
     print(dict(counts))
-    return 1 if counts["failed"] or not counts["passed"] else 0
+    unclean = []
+    if watch:
+        # Each file has one, unless the sanitizer itself failed.
+        clean = re.compile(r"\w+ SUMMARY: 0 ")
+        unclean = [
+            f"{arguments.sanitizer} of {file}: {found}"
+            for file, found in summaries.items()
+            if not found or not all(map(clean.match, found))
+        ]
+        print("\n".join(unclean) or f"{arguments.sanitizer}: nothing found")
+    return 1 if counts["failed"] or not counts["passed"] or unclean else 0
 
 
 if __name__ == "__main__":

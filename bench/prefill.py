@@ -135,7 +135,7 @@ def run(args):
     result["speed"] = []
     save = functools.partial(write, args.output, result)
     speed(env, TINY if args.tiny else SHAPES, NUM_KV, result["speed"], save)
-    result["summary"] = decode.summary(result["speed"])
+    result["summary"] = trees.summary(result["speed"])
     print(json.dumps(result["summary"], indent=1))
     write(args.output, result)
     if result["failed"]:

@@ -241,27 +241,46 @@ def _correct_interpreter():
 def time_graph(env, calls, repeats=7) -> float:
     """Median microseconds of one of `calls`, which are captured in one graph. Each has
     its own inputs, as the layers of a model have."""
+    return time_graphs(env, {"": calls}, repeats)[""]
+
+
+def time_graphs(env, versions, repeats) -> dict[str, float]:
+    """`time_graph` of several versions, whose graphs take turns, so that what changes
+    on the machine meanwhile falls on all of them."""
+    torch = env.torch
+    graphs = {name: capture(env, calls) for name, calls in versions.items()}
+    if env.device == "cpu":
+        return dict.fromkeys(versions, 0.0)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = {name: [] for name in versions}
+    for step in range(repeats + 2):
+        for name, graph in graphs.items():
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if step >= 2:
+                times[name].append(start.elapsed_time(end))
+    return {
+        name: statistics.median(times[name]) * 1e3 / len(calls)
+        for name, calls in versions.items()
+    }
+
+
+def capture(env, calls):
+    """A graph of `calls`. On a CPU they are only called."""
     torch = env.torch
     if env.device == "cpu":
         for call in calls:
             call()
-        return 0.0
+        return None
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for step in range(repeats + 2):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if step >= 2:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times) * 1e3 / len(calls)
+    return graph
 
 
 def floor(env, flop: float, size: float) -> float | None:
@@ -269,5 +288,21 @@ def floor(env, flop: float, size: float) -> float | None:
     return max(flop / env.rates[0], size / env.rates[1]) * 1e6 if env.rates else None
 
 
-def geometric_mean(values) -> float:
-    return statistics.geometric_mean(values)
+def summary(rows) -> dict:
+    """How much faster the patched tree is than each other, over the rows of a table."""
+    result = {}
+    for tree in ("v0.22.0", "v0.33.0"):
+        ratios = [
+            row["us"][tree] / row["us"]["patched"]
+            for row in rows
+            if all(isinstance(row["us"].get(x), float) for x in (tree, "patched"))
+            and row["us"]["patched"] > 0
+        ]
+        if ratios:
+            result[tree] = {
+                "geometric_mean": statistics.geometric_mean(ratios),
+                "least": min(ratios),
+                "most": max(ratios),
+                "shapes": len(ratios),
+            }
+    return result
