@@ -7,11 +7,11 @@ and Triton on the GPU.
 
     python3 bench/patch_tests.py --tree TREE [--patches FOLDER] [--output FILE]
 
-With `--sanitizer` each file runs under compute-sanitizer, which watches the C++
-insert and the Triton kernels of the files that the patches touch; a file in which it finds something fails.
+With `--sanitizer` each file runs under compute-sanitizer, which watches the C++ insert
+and the Triton kernels of the files that the patches touch.
 
-Needs a GPU with PyTorch, Triton, pytest and what vLLM imports.  Exits
-with 1 if a test fails.
+Needs a GPU with PyTorch, Triton, pytest and what vLLM imports. Exits with 1 if a test
+fails or the sanitizer finds something.
 """
 
 import argparse
