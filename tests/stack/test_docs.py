@@ -94,6 +94,7 @@ NEEDS = {
     "python3 -m pytest": "an MI300X",
     "pytest -q tests": "an MI300X",
     "python3 bench/": "a GPU",
+    ".venv/bin/python bench/instructions.py run": "v0.33.0's archive",
     "python3 FOLDER/": "a GPU",
     "make image ARGS=\"--target overlay\"": "docker",
     "make image": "docker",
