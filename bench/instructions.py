@@ -68,20 +68,38 @@ TREES = ("v0.22.0", MENDED, "v0.33.0", "patched")
 class Recorder(Compiler):
     """Keeps with each kernel how it was launched."""
 
-    def __init__(self, folder: Path, jobs: int):
-        super().__init__(folder, frozenset(KERNELS), jobs)
+    def __init__(self, folder: Path, jobs: int, names=frozenset(KERNELS)):
+        super().__init__(folder, names, jobs)
         self.arch, self.told = ARCH, {}
 
     def answer(self, module, kernel):
         return super().answer(module, kernel) | self.told
 
+    def take_over(self) -> None:
+        """From now on a launch compiles."""
+        from triton.backends.compiler import GPUTarget
+        from triton.runtime import driver
+        from triton.runtime.jit import JITFunction
+
+        recorder, real = self, JITFunction.run
+
+        def launch(self, *args, grid, warmup, **kwargs):
+            def compile_():
+                return real(self, *args, grid=grid, warmup=True, **kwargs)
+
+            told = {"num_warps": kwargs["num_warps"], "grid": grid}
+            for name in kwargs.keys() & {"BLOCK_H", "BLOCK_K"}:
+                told[name.lower()] = kwargs[name]
+            recorder.told |= told
+            recorder.launch(compile_, self.fn)
+
+        JITFunction.run = launch
+        driver.set_active(compile_only_driver(GPUTarget("hip", ARCH, 64)))
+
 
 def compile_all(args) -> None:
     import torch
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
 
     if triton.__version__ != args.triton:
         sys.exit(f"Triton is {triton.__version__}, not {args.triton}")
@@ -95,22 +113,7 @@ def compile_all(args) -> None:
     mended.write_text(source.replace(WRONG_TYPE, RIGHT_TYPE))
     env.modules[MENDED] = trees.load_file(mended)
     recorder = Recorder(args.out, args.jobs)
-    real = JITFunction.run
-
-    def launch(self, *args, grid, warmup, **kwargs):
-        def compile_():
-            return real(self, *args, grid=grid, warmup=True, **kwargs)
-
-        recorder.told |= {
-            "block_h": kwargs.get("BLOCK_H"),
-            "block_k": kwargs.get("BLOCK_K"),
-            "num_warps": kwargs["num_warps"],
-            "grid": grid,
-        }
-        recorder.launch(compile_, self.fn)
-
-    JITFunction.run = launch
-    driver.set_active(compile_only_driver(GPUTarget("hip", ARCH, 64)))
+    recorder.take_over()
     for tree in TREES:
         for what, shapes in (("decode", DECODE), ("prefill", PREFILL)):
             if (tree, what) == (MENDED, "prefill"):
@@ -247,18 +250,8 @@ def run(args) -> None:
         patched = (args.folder / "patched" / PATCHED).read_bytes()
         for triton in tritons:
             out = Path(name) / triton
-            out.mkdir()
-            home = testenv.triton(project, triton, print)
-            environment = os.environ | {
-                "PYTHONPATH": str(home or ""),
-                "TRITON_CACHE_DIR": str(Path(name) / "cache"),
-                "TRITON_DISABLE_LINE_INFO": "1",
-            }
-            environment.pop("TRITON_INTERPRET", None)
-            print(f"compiling for {ARCH} with Triton {triton}", flush=True)
-            command = [sys.executable, __file__, "compile", args.folder, out, triton]
-            command += ["--jobs", str(args.jobs)]
-            subprocess.run(list(map(str, command)), env=environment, check=True)
+            jobs = "--jobs", str(args.jobs)
+            with_triton(project, triton, __file__, args.folder, out, triton, *jobs)
             answers = sorted(out.glob("*.json"))
             cells = codegen.cells(out, triton, args.folder)
             rows += [row_of(*pair) for pair in zip(answers, cells, strict=True)]
@@ -282,6 +275,22 @@ def run(args) -> None:
     if args.output:
         args.output.write_text(json.dumps(result, indent=1) + "\n")
     print_tables(result)
+
+
+def with_triton(project: pins.Project, version: str, script: str, *options) -> None:
+    """Run the command `compile` of a script with a Triton; `options[1]` is made."""
+    options[1].mkdir()
+    home = testenv.triton(project, version, print)
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {
+            "PYTHONPATH": str(home or ""),
+            "TRITON_CACHE_DIR": cache,
+            "TRITON_DISABLE_LINE_INFO": "1",
+        }
+        environment.pop("TRITON_INTERPRET", None)
+        print(f"compiling for {ARCH} with Triton {version}", flush=True)
+        command = map(str, [sys.executable, script, "compile", *options])
+        subprocess.run(list(command), env=environment, check=True)
 
 
 def keep(folder: Path, target: Path) -> None:

@@ -12,8 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
 import instructions  # noqa: E402
+import ogs_tiles  # noqa: E402
 
 RESULT = max((ROOT / "bench" / "results").glob("instructions-gfx942-*.json"))
+TILES = max((ROOT / "bench" / "results").glob("ogs-tiles-gfx942-*.json"))
 PRODUCT = "\tv_mfma_f32_16x16x16_bf16 v[0:3], v[4:5], v[6:7], v[0:3]\n"
 LOOP = f".LBB0_1:\n{PRODUCT}{PRODUCT}\tv_add_u32 v0, v0, v1\n\ts_cbranch_scc1 .LBB0_1\n"
 END = "\ts_endpgm\n.Lfunc_end0:\n"
@@ -77,6 +79,17 @@ def test_the_tables_of_the_docs_are_those_of_the_result(what):
     page = (ROOT / "docs" / "concerns" / f"sparse-{what}.md").read_text("utf-8")
     assert RESULT.name in page
     for line in instructions.table(json.loads(RESULT.read_text("utf-8")), what):
+        assert line in page.splitlines()
+
+
+def test_the_table_of_the_experts_tiles_is_that_of_the_result():
+    page = (ROOT / "docs" / "concerns" / "mxfp4-ogs-tiles.md").read_text("utf-8")
+    assert TILES.name in page
+    result = json.loads(TILES.read_text("utf-8"))
+    assert {tuple(row[key] for key in ogs_tiles.KEYS) for row in result["rows"]} == {
+        tile or (64, 256, 128, 1) for tile in ogs_tiles.TILES
+    }
+    for line in ogs_tiles.table(result):
         assert line in page.splitlines()
 
 

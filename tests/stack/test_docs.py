@@ -95,6 +95,8 @@ NEEDS = {
     "pytest -q tests": "an MI300X",
     "python3 bench/": "a GPU",
     ".venv/bin/python bench/instructions.py run": "v0.33.0's archive",
+    ".venv/bin/python bench/ogs_tiles.py run": "a wheel of vLLM",
+    "pip download --no-deps vllm": "the package index",
     "python3 FOLDER/": "a GPU",
     "make image ARGS=\"--target overlay\"": "docker",
     "make image": "docker",
