@@ -4,6 +4,11 @@
 The patched kernel runs beside v0.22.0's and v0.33.0's, in one process and on the same
 data, v0.33.0's with its choices for gfx942.
 
+    python3 bench/decode.py all --patched build/v0.22.0 --v0.22.0 vllm \\
+        --v0.33.0 vllm-0.33.0.tar.gz --output decode.json [--plot decode.svg]
+
+or in steps, the middle ones where there is nothing but the folder:
+
     python3 bench/decode.py prepare FOLDER --patched build/v0.22.0 \\
         --v0.22.0 vllm --v0.33.0 vllm-0.33.0.tar.gz
     python3 FOLDER/decode.py run FOLDER --output decode.json
@@ -11,7 +16,7 @@ data, v0.33.0's with its choices for gfx942.
     python3 bench/decode.py plot decode.json docs/decode-h200.svg
 
 `run` exits with 1 if a number or a graph is wrong. `sweep` times every tile of the
-launch table, and more, with every useful number of splits. `plot` needs matplotlib.
+launch table, and more, with every useful number of splits. A plot needs matplotlib.
 `--tiny` is for a look at the script itself: small shapes, and without a GPU Triton's
 interpreter (TRITON_INTERPRET=1), where neither graphs nor times mean anything.
 """
@@ -23,6 +28,7 @@ import functools
 import json
 import multiprocessing
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -515,6 +521,22 @@ def add_commands(parser, run, sweep, plot):
     command.add_argument("result", type=Path)
     command.add_argument("output", type=Path, help="SVG")
     command.set_defaults(function=plot)
+    command = commands.add_parser("all", help="prepare, run and plot")
+    trees.add_trees(command)
+    command.add_argument("--output", type=Path, required=True, help="JSON")
+    command.add_argument("--plot", type=Path, help="SVG")
+    command.add_argument("--tiny", action="store_true")
+    command.set_defaults(function=functools.partial(everything, run, plot))
+
+
+def everything(run, plot, args):
+    with tempfile.TemporaryDirectory() as name:
+        args.folder = Path(name)
+        trees.prepare(args)
+        run(args)
+    if args.plot:
+        args.result, args.output = args.output, args.plot
+        plot(args)
 
 
 def main():

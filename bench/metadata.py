@@ -4,7 +4,9 @@
 The builders for the sliding window, C4A and C128A of two vLLM trees get the same
 seeded batches, each tree in a process of its own.
 
-    python3 bench/metadata.py --before vllm --after build/v0.22.0 --output FILE.json
+    python3 bench/metadata.py --before vllm --after build/v0.22.0 --output FILE.json \\
+        [--plot FILE.svg]
+    python3 bench/metadata.py --from FILE.json --plot FILE.svg
 
 Needs a GPU with PyTorch, Triton and what vLLM imports.  Neither tree is built: vLLM
 runs on its CPU platform, as in gpu_identity.py.  Exit code 1 if a build of the tree
@@ -17,7 +19,7 @@ time while the device has nothing to do.  *done*: until the device is done, too.
 async scheduling sees; a build that waits has that step's rest in it.  *rows*: done,
 for the rows that each C4A layer makes inside of the graph.
 
-`--tiny` is for a look at the script itself: small shapes, and without a GPU Triton's
+A plot needs matplotlib. `--tiny` is for a look at the script itself: small shapes, and without a GPU Triton's
 interpreter (TRITON_INTERPRET=1), where only rows and imports mean anything.
 """
 
@@ -506,6 +508,30 @@ def mean_factor(before, after, what):
     return round(math.exp(statistics.mean(map(math.log, factors))), 2)
 
 
+def plot(result, path):
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "metadata"  # the same data, the same file
+    cases = list(result["after"]["cases"])
+    figure, axis = pyplot.subplots(figsize=(9, 4))
+    for at, (tree, label) in enumerate((("before", "v0.22.0"), ("after", "patched"))):
+        times = [result[tree]["cases"][case]["done"] for case in cases]
+        places = [place + 0.4 * (at - 0.5) for place in range(len(cases))]
+        bars = axis.bar(places, times, 0.38, label=label)
+        axis.bar_label(bars, fmt="%.0f", fontsize=8)
+    names = [case.replace(", ", ",\n").replace(" and", "\nand") for case in cases]
+    axis.set_xticks(range(len(cases)), names)
+    axis.tick_params(axis="x", labelsize=8)
+    axis.set(yscale="log", ylabel="us for the three builders, until the device is done")
+    axis.set_title(f"Decode metadata, {result['after']['device']}")
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -513,13 +539,19 @@ def main():
     parser.add_argument("--before", type=Path, help="vLLM tree without the stack")
     parser.add_argument("--after", type=Path, help="vLLM tree with the stack")
     parser.add_argument("--output", type=Path, help="JSON")
+    parser.add_argument("--plot", type=Path, help="SVG")
+    parser.add_argument(
+        "--from", dest="result", type=Path, help="JSON of a run to plot"
+    )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
         return run_tree(args.output, args.tiny)
+    if args.result and args.plot:
+        return plot(json.loads(args.result.read_text()), args.plot)
     if not (args.before and args.after):
-        parser.error("--before and --after are needed")
+        parser.error("--before and --after are needed, or --from and --plot")
     trees = {}
     for name in ("before", "after"):
         with tempfile.TemporaryDirectory() as folder:
@@ -555,6 +587,8 @@ def main():
     }
     if args.output:
         args.output.write_text(json.dumps(result, indent=1) + "\n")
+    if args.plot:
+        plot(result, args.plot)
     for line in wrong:
         print(f"wrong: {line}")
     sys.exit(1 if wrong else 0)

@@ -4,13 +4,15 @@
 The patched kernel runs beside v0.22.0's and v0.33.0's, in one process and on the same
 data: 2048 queries with 640 keys each, out of keys gathered to bf16.
 
+    python3 bench/prefill.py all --patched build/v0.22.0 --v0.22.0 vllm \\
+        --v0.33.0 vllm-0.33.0.tar.gz --output prefill.json [--plot prefill.svg]
     python3 bench/prefill.py prepare FOLDER --patched build/v0.22.0 \\
         --v0.22.0 vllm --v0.33.0 vllm-0.33.0.tar.gz
     python3 FOLDER/prefill.py run FOLDER --output prefill.json
     python3 FOLDER/prefill.py sweep FOLDER --output prefill-sweep.json
     python3 bench/prefill.py plot prefill.json docs/prefill-h200.svg
 
-The folder is the one of `decode.py`, and the commands mean the same.
+The commands mean what they mean in `decode.py`, and the folder is the same.
 """
 
 import argparse

@@ -54,9 +54,14 @@ def add_prepare(commands) -> None:
     """The command `prepare`, the same for every benchmark."""
     command = commands.add_parser("prepare", help="make the folder")
     command.add_argument("folder", type=Path)
+    add_trees(command)
+    command.set_defaults(function=prepare)
+
+
+def add_trees(command) -> None:
+    """An option for each tree."""
     for tree in FILES:
         command.add_argument(f"--{tree}", dest=tree, type=Path, required=True)
-    command.set_defaults(function=prepare)
 
 
 def _read(tree: Path, path: str) -> bytes:
@@ -147,17 +152,21 @@ class Env(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def load(folder: Path) -> Env:
-    """torch, the device, and for each tree its module of sparse attention."""
+def load(folder: Path, arch: str = "", units: int = 4) -> Env:
+    """torch, the device, and for each tree its module of sparse attention.
+
+    With an arch, modules are as on such a GPU with so many compute units, for a caller
+    that only compiles.
+    """
     import torch
     import triton
     import triton.language
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() and not arch else "cpu"
     if device == "cpu":
-        _correct_interpreter()
         torch.Tensor.is_cpu = property(lambda tensor: False)
-    arch, units = "", 4
+        if not arch:
+            _correct_interpreter()
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         arch = getattr(properties, "gcnArchName", "")
@@ -189,15 +198,17 @@ def load(folder: Path) -> Env:
     sys.meta_path.insert(0, Stubs(known))
     modules = {}
     for name in reversed(FILES["patched"]):  # what a file imports is behind it
-        module = _load_file(folder / "patched" / name)
+        module = load_file(folder / "patched" / name)
         modules[Path(name).stem] = module
         known[OPS.replace("/", ".") + Path(name).stem] = vars(module)
     modules["patched"] = modules[SPARSE]
     for tree in ("v0.22.0", "v0.33.0"):
-        modules[tree] = _load_file(folder / tree / f"{SPARSE}.py")
+        modules[tree] = load_file(folder / tree / f"{SPARSE}.py")
     # Its choices for gfx942, wherever it runs.
     modules["v0.33.0"]._ON_GFX942 = True
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU, interpreted"
+    name = arch or "CPU, interpreted"
+    if device == "cuda":
+        name = torch.cuda.get_device_name()
     return Env(
         torch=torch,
         triton=triton,
@@ -216,7 +227,7 @@ def _name(path: Path) -> str:
     return f"{path.parent.name}_{path.stem}".replace(".", "_")
 
 
-def _load_file(path: Path) -> ModuleType:
+def load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(_name(path), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[_name(path)] = module  # dataclasses look their module up

@@ -80,15 +80,7 @@ class Budgets:
 
     def exception(self, kind: str, cell: Cell) -> dict[str, str] | None:
         """The first entry of a list of exceptions that speaks of a cell."""
-        for entry in self.data[kind]:
-            about = {
-                key: entry[key]
-                for key in ("kernel", "variant", "arch", "triton")
-                if key in entry
-            }
-            if all(getattr(cell, key) == value for key, value in about.items()):
-                return entry
-        return None
+        return next((e for e in self.data[kind] if _speaks_of(e, cell)), None)
 
 
 def load(path: Path) -> Budgets:
@@ -150,6 +142,7 @@ def judge(
         cells: What was compiled.
         whole: Whether everything was; if so, what is recorded must be there.
     """
+    cells = list(cells)
     recorded = budgets.recorded()
     findings: list[Finding] = []
     for cell in cells:
@@ -163,7 +156,24 @@ def judge(
             gone = Cell(module, kernel, variant, arch, triton, None, "")
             what = "is recorded, but nothing launched it"
             findings.append(Finding(gone.name, what))
+        findings += _about_nothing(budgets, cells)
     return findings
+
+
+def _about_nothing(budgets: Budgets, cells: list[Cell]) -> Iterator[Finding]:
+    """Entries that people wrote for a kernel that is not there any more."""
+    for kind in filter(_is_exceptions, _WRITTEN):
+        for entry in budgets.data[kind]:
+            if kind == "not_launched" or any(_speaks_of(entry, cell) for cell in cells):
+                continue
+            yield Finding(_about(entry), f"{kind}: it is not compiled; take it off")
+
+
+def _speaks_of(entry: Mapping[str, Any], cell: Cell) -> bool:
+    about = ("kernel", "variant", "arch", "triton")
+    return all(
+        entry.get(key, getattr(cell, key)) == getattr(cell, key) for key in about
+    )
 
 
 def _judge(

@@ -124,9 +124,8 @@ def test_spills_that_have_a_reason_are_allowed_where_it_says():
     recorded = budgets.record(budget(allowed_spills=[entry]), [cell, ON_950], {})
     assert budgets.judge(recorded, [cell, ON_950]) == []
     entry["variant"] = "C128"
-    assert [item.what for item in budgets.judge(recorded, [cell, ON_950])] == [
-        "spills 1, the limit is 0"
-    ]
+    found = budgets.judge(recorded, [cell, ON_950], whole=False)
+    assert [item.what for item in found] == ["spills 1, the limit is 0"]
 
 
 def test_hardware_conversions_are_demanded_where_the_dialect_has_them():
@@ -135,6 +134,15 @@ def test_hardware_conversions_are_demanded_where_the_dialect_has_them():
     assert found.endswith(
         "gfx942, Triton 3.9.0: to_fp8 2, at least 3 must be in hardware"
     )
+
+
+def test_an_entry_for_a_kernel_that_is_gone_fails():
+    entry = {"kernel": "_kernel", "arch": "gfx90a", "from_fp8": 4, "reason": "x"}
+    found = budget(hardware_conversions=[entry])
+    assert [f"{f.cell}: {f.what}" for f in budgets.judge(found, [CELL, ON_950])] == [
+        "`_kernel`, gfx90a: hardware_conversions: it is not compiled; take it off"
+    ]
+    assert budgets.judge(found, [CELL, ON_950], whole=False) == []
 
 
 def test_a_kernel_that_does_not_compile_fails():
