@@ -5,6 +5,8 @@
   the hardware does (see `triton_interpreter`).
 - The fixture `fake_platform` pretends a platform (see `platforms`).
 - A test that leaves the platform state changed gets an error at its teardown.
+- ``--check-accesses``: every interpreted launch of a test is looked at as memcheck and
+  racecheck would (see `sanitizer`).
 - ``--stack-report PATH`` writes a report for other programs (see `report`).
 """
 
@@ -19,13 +21,20 @@ from . import bootstrap, platforms, report, state
 
 # At import, and not in a hook: test files and other plugins import vLLM early.
 bootstrap.install()
-if "TRITON_INTERPRET" in os.environ:
+
+
+def triton_interpreted() -> bool:
+    if "TRITON_INTERPRET" not in os.environ:
+        return False
     import triton
 
-    if triton.knobs.runtime.interpret:  # Triton decides which values mean yes
-        from . import triton_interpreter
+    return triton.knobs.runtime.interpret  # Triton decides which values mean yes
 
-        triton_interpreter.install()
+
+if triton_interpreted():
+    from . import sanitizer, triton_interpreter
+
+    triton_interpreter.install()
 
 #: How many changes an error names.
 _SHOWN = 12
@@ -39,16 +48,32 @@ class PlatformLeak(Exception):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     report.add_option(parser)
+    group = parser.getgroup("vllm-mi300x harness")
+    group.addoption(
+        "--check-accesses",
+        action="store_true",
+        help="fail a launch in Triton's interpreter that leaves its tensors, or races",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     report.configure(config)
+    if config.getoption("--check-accesses") and not triton_interpreted():
+        raise pytest.UsageError("--check-accesses needs TRITON_INTERPRET=1")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item):
     item.stash[_before] = state.capture()
     return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    if not item.config.getoption("--check-accesses"):
+        return (yield)
+    with sanitizer.check():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

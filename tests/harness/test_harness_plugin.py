@@ -372,3 +372,31 @@ def test_without_the_option_there_is_no_report(pytester):
     pytester.makepyfile("def test_passed(): pass")
     pytester.runpytest_inprocess(*PLUGIN).assert_outcomes(passed=1)
     assert not list(pytester.path.glob("*.json"))
+
+
+RACE = """
+    import torch, triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(x_ptr):
+        tl.store(x_ptr, tl.program_id(0))
+
+    def test_race():
+        kernel[(2,)](torch.zeros(1, dtype=torch.int32))
+"""
+
+
+def test_accesses_are_checked_if_asked_for(pytester):
+    pytester.makepyfile(RACE)
+    pytester.runpytest_inprocess(*PLUGIN).assert_outcomes(passed=1)
+    result = pytester.runpytest_inprocess(*PLUGIN, "--check-accesses")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines("*Race: kernel: programs 0 and 1 write one byte")
+
+
+def test_accesses_can_be_checked_in_the_interpreter_only(pytester, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    pytester.makepyfile("def test_passed(): pass")
+    result = pytester.runpytest_inprocess(*PLUGIN, "--check-accesses")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
