@@ -1,7 +1,8 @@
 """Which patches need which: computed, and compared with what they declare.
 
 A patch needs another one by its *text* if a merge onto the base without that one
-conflicts or goes astray, and by *names* if it uses what that one brought into vLLM.
+conflicts or goes astray, and by *names* if it uses what that one brought into vLLM, or
+imports a module that it made, tests included.
 """
 
 from __future__ import annotations
@@ -189,15 +190,43 @@ def _names(
     known = carrier.words_in(carrier.old, everything)
     found: dict[str, dict[str, tuple[str, ...]]] = {}
     first: dict[str, str] = {}
+    makers: dict[str, str] = {}
     for applied in stack:
         name = applied.patch.name
-        needs: dict[str, list[str]] = {}
-        for word in sorted(used[name] - known):
+        needs: dict[str, set[str]] = {}
+        for word in used[name] - known:
             if word in first:
-                needs.setdefault(first[word], []).append(word)
-        found[name] = {other: tuple(words) for other, words in needs.items()}
+                needs.setdefault(first[word], set()).add(word)
+        for path in _imported_files(carrier, applied):
+            if path in makers:
+                module = path.removesuffix(".py").removesuffix("/__init__")
+                word = module.rpartition("/")[2]
+                needs.setdefault(makers[path], set()).add(word)
+        found[name] = {other: tuple(sorted(words)) for other, words in needs.items()}
         for word in brought[name] - known:
             first.setdefault(word, name)
+        for path in carrier.changed(applied):
+            if path not in carrier.entries(carrier.old):
+                makers.setdefault(path, name)
+    return found
+
+
+def _imported_files(carrier: Carrier, applied: Applied) -> set[str]:
+    """Paths of the modules that a patch makes files import."""
+    found: set[str] = set()
+    for path, sides in carrier.changed(applied).items():
+        if not path.endswith(".py"):
+            continue
+        was, now = (
+            landing.imports(path, landing.text_of(carrier.blob(side.blob)))
+            if side.blob != git.NO_BLOB
+            else set()
+            for side in sides
+        )
+        for module, name in now - was:
+            stem = module.replace(".", "/")
+            stems = (stem, f"{stem}/{name}") if name else (stem,)
+            found.update(f"{x}{end}" for x in stems for end in (".py", "/__init__.py"))
     return found
 
 
