@@ -243,7 +243,7 @@ def _bound(carrier: Carrier, applied: Applied, path: str) -> set[str]:
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
-        elif isinstance(node, ast.arg | ast.keyword) and node.arg:
+        elif isinstance(node, ast.arg):
             found.add(node.arg)
     return found - _imported(tree)
 

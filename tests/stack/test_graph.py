@@ -84,6 +84,17 @@ def test_graph_finds_a_need_of_a_test_by_its_import(two):
     assert user["missing"] == ["core-helper"]
 
 
+def test_graph_takes_the_keyword_of_a_call_for_a_use(two):
+    """The merge goes through; only the call would fail."""
+    two.add_patch("core-table", lambda tree: put(
+        tree, "vllm/table.py", "def table_of(x, spare_rows=0):\n    return x + spare_rows\n"))  # fmt: skip
+    two.add_patch("core-user", lambda tree: put(
+        tree, "vllm/user.py", "def use(make):\n    return make(1, spare_rows=2)\n"))  # fmt: skip
+    two.ok("apply")
+    user = nodes(two.run("graph", "--json"))["core-user"]
+    assert user["names"] == {"core-table": ["spare_rows"]}
+
+
 def test_graph_does_not_blame_a_patch_for_the_imports_of_others(two):
     two.add_patch("core-table", lambda tree: put(
         tree, "vllm/table.py", "def dialect_of(x):\n    return x\n"))  # fmt: skip
