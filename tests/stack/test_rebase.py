@@ -508,6 +508,15 @@ def test_bundle_and_archive(two):
     assert "nobody vouches" in found["to"]["proof"]
 
 
+@pytest.mark.parametrize("content", [b"text\n", b"", b"\x1f\x8bcut"])
+def test_file_that_is_no_archive_is_a_usage_error(two, content):
+    (two.folder / "x.tar.gz").write_bytes(content)
+    with changes_nothing(two):
+        result = two.run("rebase", "--to", str(two.folder / "x.tar.gz"))
+    assert result.code == 2
+    mentions(result, "no archive that can be read", "mend: name a clone")
+
+
 def test_unknown_target_is_a_usage_error(two):
     result = two.run("drift", "--to", "nothing")
     assert result.code == 2
