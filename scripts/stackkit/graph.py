@@ -231,21 +231,30 @@ def _imported_files(carrier: Carrier, applied: Applied) -> set[str]:
 
 
 def _bound(carrier: Carrier, applied: Applied, path: str) -> set[str]:
-    """Names that a patch itself binds in a Python file: its own, whoever has them."""
+    """Names that a patch itself binds in a Python file: its own, whoever has them.
+
+    That a variable has the name of a parameter does not make the parameter its own.
+    """
     after = landing.text_of(carrier.read(applied.tree, path))
     try:
         tree = ast.parse(after) if path.endswith(".py") else None
     except (SyntaxError, ValueError):
         tree = None
-    found: set[str] = set()
+    declared: set[str] = set()
+    variables: set[str] = set()
+    keywords: set[str] = set()
     for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
+            declared.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            declared.add(node.target.id)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            variables.add(node.id)
         elif isinstance(node, ast.arg):
-            found.add(node.arg)
-    return found - _imported(tree)
+            declared.add(node.arg)
+        elif isinstance(node, ast.keyword) and node.arg:
+            keywords.add(node.arg)
+    return (declared | (variables - keywords)) - _imported(tree)
 
 
 def _imported(tree: ast.Module | None) -> set[str]:

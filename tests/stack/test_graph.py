@@ -89,7 +89,8 @@ def test_graph_takes_the_keyword_of_a_call_for_a_use(two):
     two.add_patch("core-table", lambda tree: put(
         tree, "vllm/table.py", "def table_of(x, spare_rows=0):\n    return x + spare_rows\n"))  # fmt: skip
     two.add_patch("core-user", lambda tree: put(
-        tree, "vllm/user.py", "def use(make):\n    return make(1, spare_rows=2)\n"))  # fmt: skip
+        tree, "vllm/user.py", "def use(make):\n    spare_rows = 2\n"
+        "    return make(1, spare_rows=spare_rows)\n"))  # fmt: skip
     two.ok("apply")
     user = nodes(two.run("graph", "--json"))["core-user"]
     assert user["names"] == {"core-table": ["spare_rows"]}
