@@ -12,7 +12,8 @@ its text.  The verdicts:
 ``empty``
     The merge leaves nothing of it.
 ``absorbed``
-    An upstream commit makes the same change (patch id).
+    An upstream commit makes the same change (patch id), and the merge leaves nothing
+    or, where later commits changed those lines, left nothing right after it.
 ``suspect``
     Merged, but a person has to look: a line landed in another place, upstream names
     its pull request, most of it is there already, or what it uses is gone.
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 
 from . import git, landing, trailers
 from .apply import Applied
+from .base import IDENTITY
 from .history import Change
 from .patchfile import Patch
 from .target import Target
@@ -129,16 +131,17 @@ class Carrier:
         name = applied.patch.name
         merge = self.merging.pick(applied.commit, tip)
         before = repository.commit(tip).tree
-        same = self._same_change(applied)
+        twin = self._same_change(applied)
+        same = f"upstream commit {twin} makes the same change" if twin else ""
         if merge.tree is None:
-            if same:
-                return Outcome(name, ABSORBED, (same,))
-            return Outcome(
-                name,
-                CONFLICT,
-                tuple(self._hints(applied.patch)),
-                conflicts=tuple(self._conflicts(applied, before, merge)),
-            )
+            reasons = list(self._hints(applied.patch))
+            # Read now: the next merge takes place in the same work tree.
+            conflicts = tuple(self._conflicts(applied, before, merge))
+            if twin:
+                if self._was_taken(applied, twin):
+                    return Outcome(name, ABSORBED, (same,))
+                reasons.append(f"{same}, but in another place, or it was undone since")
+            return Outcome(name, CONFLICT, tuple(reasons), conflicts=conflicts)
         if merge.tree == before:
             if same:
                 return Outcome(name, ABSORBED, (same,), tree=merge.tree)
@@ -156,12 +159,30 @@ class Carrier:
 
     # -- upstream's history ------------------------------------------------------
 
-    def _same_change(self, applied: Applied) -> str:
-        if self.target.history is None:
-            return ""
-        ids = self.repository.patch_ids("-1", applied.commit)
-        found = self.upstream_ids.get(next(iter(ids), ""))
-        return f"upstream commit {found} makes the same change" if found else ""
+    def _same_change(self, applied: Applied) -> Change | None:
+        """An upstream commit with the patch's id: the newest one."""
+        return self.upstream_ids.get(self._patch_id(applied))
+
+    def _patch_id(self, applied: Applied) -> str:
+        return next(iter(self.repository.patch_ids("-1", applied.commit)), "")
+
+    def _was_taken(self, applied: Applied, twin: Change) -> bool:
+        """Whether ``twin`` left nothing of a patch to do, and nobody took that back.
+
+        A patch id knows neither place nor white space.
+        """
+        history = self.target.history
+        assert history is not None
+        paths = [change.path for change in applied.patch.files]
+        undoing = history.patch_ids(paths, reverse=True).get(self._patch_id(applied))
+        order = [change.id for change in history.changes(*paths)]  # newest first
+        if undoing and order.index(undoing.id) < order.index(twin.id):
+            return False
+        tree = history.repository.commit(twin.id).tree
+        self.repository.copy_from(history.repository, tree)
+        who = IDENTITY
+        there = self.repository.write_commit(tree, [], b"Upstream\n", who, who)
+        return self.merging.pick(applied.commit, there).tree == tree
 
     @functools.cached_property
     def upstream_ids(self) -> dict[str, Change]:

@@ -1,7 +1,8 @@
 """Which patches need which: computed, and compared with what they declare.
 
 A patch needs another one by its *text* if a merge onto the base without that one
-conflicts or goes astray, and by *names* if it uses what that one brought into vLLM.
+conflicts or goes astray, and by *names* if it uses what that one brought into vLLM, or
+imports a module that it made, tests included.
 """
 
 from __future__ import annotations
@@ -189,34 +190,71 @@ def _names(
     known = carrier.words_in(carrier.old, everything)
     found: dict[str, dict[str, tuple[str, ...]]] = {}
     first: dict[str, str] = {}
+    makers: dict[str, str] = {}
     for applied in stack:
         name = applied.patch.name
-        needs: dict[str, list[str]] = {}
-        for word in sorted(used[name] - known):
+        needs: dict[str, set[str]] = {}
+        for word in used[name] - known:
             if word in first:
-                needs.setdefault(first[word], []).append(word)
-        found[name] = {other: tuple(words) for other, words in needs.items()}
+                needs.setdefault(first[word], set()).add(word)
+        for path in _imported_files(carrier, applied):
+            if path in makers:
+                module = path.removesuffix(".py").removesuffix("/__init__")
+                word = module.rpartition("/")[2]
+                needs.setdefault(makers[path], set()).add(word)
+        found[name] = {other: tuple(sorted(words)) for other, words in needs.items()}
         for word in brought[name] - known:
             first.setdefault(word, name)
+        for path in carrier.changed(applied):
+            if path not in carrier.entries(carrier.old):
+                makers.setdefault(path, name)
+    return found
+
+
+def _imported_files(carrier: Carrier, applied: Applied) -> set[str]:
+    """Paths of the modules that a patch makes files import."""
+    found: set[str] = set()
+    for path, sides in carrier.changed(applied).items():
+        if not path.endswith(".py"):
+            continue
+        was, now = (
+            landing.imports(path, landing.text_of(carrier.blob(side.blob)))
+            if side.blob != git.NO_BLOB
+            else set()
+            for side in sides
+        )
+        for module, name in now - was:
+            stem = module.replace(".", "/")
+            stems = (stem, f"{stem}/{name}") if name else (stem,)
+            found.update(f"{x}{end}" for x in stems for end in (".py", "/__init__.py"))
     return found
 
 
 def _bound(carrier: Carrier, applied: Applied, path: str) -> set[str]:
-    """Names that a patch itself binds in a Python file: its own, whoever has them."""
+    """Names that a patch itself binds in a Python file: its own, whoever has them.
+
+    That a variable has the name of a parameter does not make the parameter its own.
+    """
     after = landing.text_of(carrier.read(applied.tree, path))
     try:
         tree = ast.parse(after) if path.endswith(".py") else None
     except (SyntaxError, ValueError):
         tree = None
-    found: set[str] = set()
+    declared: set[str] = set()
+    variables: set[str] = set()
+    keywords: set[str] = set()
     for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
+            declared.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            declared.add(node.target.id)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.arg | ast.keyword) and node.arg:
-            found.add(node.arg)
-    return found - _imported(tree)
+            variables.add(node.id)
+        elif isinstance(node, ast.arg):
+            declared.add(node.arg)
+        elif isinstance(node, ast.keyword) and node.arg:
+            keywords.add(node.arg)
+    return (declared | (variables - keywords)) - _imported(tree)
 
 
 def _imported(tree: ast.Module | None) -> set[str]:

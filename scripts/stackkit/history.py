@@ -53,9 +53,18 @@ class History:
         found = self.repository.lines_log(path, first, last, self._range)
         return [Change(*x) for x in found]
 
-    def patch_ids(self, paths: Iterable[str]) -> dict[str, Change]:
-        """Commits that touch one of ``paths``, by what they change (patch id)."""
-        ids = self.repository.patch_ids(self._range, paths=paths)
+    def patch_ids(
+        self, paths: Iterable[str], reverse: bool = False
+    ) -> dict[str, Change]:
+        """Commits that touch one of ``paths``, by what they change (patch id).
+
+        Args:
+            paths: Files.
+            reverse: By what they undo.
+        """
+        # -R swaps the prefixes, too, which a patch id knows.
+        options = ("-R", "--src-prefix=b/", "--dst-prefix=a/") if reverse else ()
+        ids = self.repository.patch_ids(*options, self._range, paths=paths)
         subjects = dict(self.repository.log(self._range, paths=paths))
         return {key: Change(commit, subjects[commit]) for key, commit in ids.items()}
 

@@ -174,7 +174,14 @@ def _from_path(
     if base.is_bundle(path):
         return _from_bundle(repository, like, path)
     source = base.Source("option", path)
-    release = _release_of(path)
+    try:
+        release = _release_of(path)
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise StackError(
+            f"{path} is no archive that can be read",
+            mend="name a clone, a bundle or an archive",
+            code=USAGE,
+        ) from error
     if release in project.pins:
         pin = project.pins[release]
         return _pinned(repository, project, like, pin, path, progress)

@@ -69,6 +69,45 @@ def test_graph_finds_a_need_by_name_alone(two):
     assert not found["core-user"]["alone"]
 
 
+def test_graph_finds_a_need_of_a_test_by_its_import(two):
+    """A helper of another patch's tests: without it, the tests cannot be run."""
+    two.add_patch("core-helper", lambda tree: put(
+        tree, "tests/ops/some_helper.py", "def check_it(x):\n    return x\n"))  # fmt: skip
+    two.add_patch("core-user", lambda tree: put(
+        tree, "tests/ops/test_user.py",
+        "from tests.ops import some_helper as other\n\nX = other\n"))  # fmt: skip
+    two.ok("apply")
+    result = two.run("graph", "--json")
+    assert result.code == 1
+    user = nodes(result)["core-user"]
+    assert user["names"] == {"core-helper": ["some_helper"]}
+    assert user["missing"] == ["core-helper"]
+
+
+def test_graph_takes_the_keyword_of_a_call_for_a_use(two):
+    """The merge goes through; only the call would fail."""
+    two.add_patch("core-table", lambda tree: put(
+        tree, "vllm/table.py", "def table_of(x, spare_rows=0):\n    return x + spare_rows\n"))  # fmt: skip
+    two.add_patch("core-user", lambda tree: put(
+        tree, "vllm/user.py", "def use(make):\n    spare_rows = 2\n"
+        "    return make(1, spare_rows=spare_rows)\n"))  # fmt: skip
+    two.ok("apply")
+    user = nodes(two.run("graph", "--json"))["core-user"]
+    assert user["names"] == {"core-table": ["spare_rows"]}
+
+
+def test_graph_does_not_blame_a_patch_for_the_imports_of_others(two):
+    two.add_patch("core-table", lambda tree: put(
+        tree, "vllm/table.py", "def dialect_of(x):\n    return x\n"))  # fmt: skip
+    two.add_patch("core-first", lambda tree: replace(
+        tree / "vllm/alpha.py", "def f0", "from vllm.table import dialect_of as _d\n\n\ndef f0"
+    ), depends="core-table")  # fmt: skip
+    two.add_patch("core-second", lambda tree: replace(
+        tree / "vllm/alpha.py", "def f5(x):\n", "def f5(x):\n    x = abs(x)\n"))  # fmt: skip
+    two.ok("apply")
+    assert nodes(two.ok("graph", "--json"))["core-second"]["names"] == {}
+
+
 def test_graph_asks_for_the_nearest_needs_only(two):
     """c needs b, b needs a: c does not have to say a."""
     line = "B20 = 2020\n"

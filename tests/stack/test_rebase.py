@@ -57,7 +57,8 @@ def drift(lab, to="../upstream"):
     return lab.run("drift", "--to", str(lab.root / to) if "/" in to else to, "--json")
 
 
-IN_B = "    x = x + 6\n    x = x * 9\n"
+SIX = "    x = x + 6\n"
+IN_B = f"{SIX}    x = x * 9\n"
 
 
 def edit_b(tree):
@@ -150,6 +151,50 @@ def test_same_fix_reviewed_stops(twin):
     )
     assert "x * 9" in am(twin, "-3")
     assert outcome(drift(twin), "core-twin")["verdict"] == "conflict"
+
+
+def in_b(old, new):
+    """An edit of one line of the second of the two functions."""
+
+    def edit(tree):
+        text = (tree / "vllm/twin.py").read_text()
+        head, name, body = text.partition("def b(x):\n")
+        put(tree, "vllm/twin.py", head + name + body.replace(old, new))
+
+    return edit
+
+
+def test_same_fix_that_upstream_changed_later_is_absorbed(twin):
+    upstream(twin, edit_b, "Fix b (#41)")
+    upstream(twin, in_b("x * 9", "x * 10"), "Refine (#42)")
+    found = outcome(drift(twin), "core-twin")
+    assert found["verdict"] == "absorbed"
+    assert "Fix b (#41) makes the same change" in found["reasons"][0]
+
+
+def undone_and_changed(twin):
+    upstream(twin, edit_b, "Fix b (#41)")
+    upstream(twin, in_b(IN_B, SIX), "Undo (#42)")
+    upstream(twin, in_b(SIX, "    x = x + 8\n"), "Other (#43)")
+
+
+def made_elsewhere(twin):
+    upstream(
+        twin,
+        lambda tree: put(tree, "vllm/twin.py", TWINS.replace(SIX, IN_B, 1)),
+        "Fix a (#41)",
+    )
+    upstream(twin, in_b(SIX, f"{SIX}    x = x - 7\n"), "Change b (#42)")
+
+
+@pytest.mark.parametrize("history", [undone_and_changed, made_elsewhere])
+def test_same_patch_id_is_no_reason_to_drop_what_is_not_there(twin, history):
+    """A patch id knows no place, and nothing of what came after."""
+    history(twin)
+    found = outcome(drift(twin), "core-twin")
+    assert found["verdict"] == "conflict"
+    assert "in another place, or it was undone since" in found["reasons"][-1]
+    assert found["conflicts"]
 
 
 # -- the verdicts --------------------------------------------------------------------
@@ -461,6 +506,15 @@ def test_bundle_and_archive(two):
     found = drift(two, "../wheels/vllm-1.3.0.tar.gz").json["targets"][0]
     assert found["to"]["release"] == NEW
     assert "nobody vouches" in found["to"]["proof"]
+
+
+@pytest.mark.parametrize("content", [b"text\n", b"", b"\x1f\x8bcut"])
+def test_file_that_is_no_archive_is_a_usage_error(two, content):
+    (two.folder / "x.tar.gz").write_bytes(content)
+    with changes_nothing(two):
+        result = two.run("rebase", "--to", str(two.folder / "x.tar.gz"))
+    assert result.code == 2
+    mentions(result, "no archive that can be read", "mend: name a clone")
 
 
 def test_unknown_target_is_a_usage_error(two):
