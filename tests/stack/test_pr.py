@@ -277,6 +277,26 @@ def test_checks_of_the_target_are_run_at_their_version(target):
     assert "ruff==0.14.0 cannot be installed" in why
 
 
+@pytest.mark.parametrize("right, wrong", [
+    (b"-    return y\n", b"-    return z\n"),  # applies nowhere
+    (b"+    return y + 1\n", b"+    return y + 2\n"),  # gives another tree
+])  # fmt: skip
+def test_mails_that_do_not_give_the_branch_fail(target, monkeypatch, right, wrong):
+    mails_of = upstream_module._mails
+
+    def damaged(*arguments):
+        mails = mails_of(*arguments)
+        whole = mails[-1].read_bytes()
+        assert whole.count(right) == 1
+        mails[-1].write_bytes(whole.replace(right, wrong))
+        return mails
+
+    monkeypatch.setattr(upstream_module, "_mails", damaged)
+    result = target.run("pr", "core-alpha", "--onto", RELEASE, "--json")
+    assert result.code == 1
+    assert checks(result)["git am"] == "failed"
+
+
 def test_check_that_fails_or_rewrites_is_a_failure(target):
     target.add_patch("core-bad", lambda tree: (
         replace(tree / "vllm/alpha.py", "def f5(x):", "def f5(x):  # forbidden"),
