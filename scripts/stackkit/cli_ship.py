@@ -197,6 +197,9 @@ def build(
               help="Another base image: NAME@sha256:...")  # fmt: skip
 @click.option("--tag", help="Name of the result.")
 @click.option("--source-url", default="", help="For the image's labels.")
+@click.option("--no-attestations", is_flag=True,
+              help="Without SBOM and provenance, which docker's classic image store "
+              "cannot keep.")  # fmt: skip
 @click.option("--context-only", is_flag=True,
               help="Write the build context, and do not build.")  # fmt: skip
 @click.option("--stand-in", is_flag=True,
@@ -211,6 +214,7 @@ def image(
     base: str | None,
     tag: str | None,
     source_url: str,
+    no_attestations: bool,
     context_only: bool,
     stand_in: bool,
     require: bool,
@@ -228,6 +232,7 @@ def image(
         base=base,
         tag=tag,
         source_url=source_url,
+        attest=not no_attestations,
     )
     session.say(f"version {wanted.arguments['STACK_VERSION']}, for {arch}")
     session.say(f"1. write the build context: {escape(str(wanted.context))}")

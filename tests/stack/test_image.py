@@ -230,7 +230,12 @@ def docker(lab, script: str) -> dict[str, str]:
     folder = lab.folder / "bin"
     folder.mkdir()
     program = folder / "docker"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {lab.folder}/docker.log\n{script}\n')
+    store = '[ "$2" = --format ] && echo "[[driver-type io.containerd.snapshotter.v1]]"'
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {lab.folder}/docker.log\n{script}\n'.replace(
+            "STORE", store
+        )
+    )
     program.chmod(0o755)
     return {"PATH": f"{folder}{os.pathsep}/usr/bin:/bin"}
 
@@ -248,7 +253,9 @@ def test_without_docker_it_is_a_sentence(project, monkeypatch):
         ('[ "$1" = buildx ] && exit 1; exit 0', "docker has no buildx plugin"),
         ('[ "$1" = info ] && { echo no socket >&2; exit 1; }; exit 0',
          "the docker daemon cannot be reached no socket"),
-        ('[ "$2" = build ] && exit 17; exit 0', "docker buildx build ended with 17"),
+        ('STORE; [ "$2" = build ] && exit 17; exit 0',
+         "docker buildx build ended with 17"),
+        ("exit 0", "cannot keep the SBOM and the provenance"),
     ],
 )  # fmt: skip
 def test_a_docker_that_fails_is_a_sentence(project, script, words):
@@ -258,11 +265,17 @@ def test_a_docker_that_fails_is_a_sentence(project, script, words):
 
 
 def test_docker_is_given_the_command_and_the_context(project):
-    result = project.ok("image", env=docker(project, "exit 0"))
+    result = project.ok("image", env=docker(project, "STORE; exit 0"))
     mentions(result, "made vllm-mi300x:1.2.0-rocm722")
     last = (project.folder / "docker.log").read_text().splitlines()[-1]
     assert last.endswith(str(project.root / "build" / "image" / "v1.2.0"))
     assert f"--file {project.root}/Dockerfile.rocm" in last
+
+
+def test_a_store_that_keeps_no_attestations_is_given_none(project):
+    project.ok("image", "--no-attestations", env=docker(project, "exit 0"))
+    last = (project.folder / "docker.log").read_text().splitlines()[-1]
+    assert "--sbom" not in last and "--provenance=false" in last
 
 
 # -- the context -----------------------------------------------------------------
@@ -397,6 +410,26 @@ def test_an_image_that_is_not_what_it_says_is_found_out(installed, break_, words
     assert words in done.stderr
 
 
+@pytest.mark.parametrize(
+    "break_, words",
+    [
+        (lambda x: (x.folder / "versions.txt").unlink(), "versions.txt does not exist"),
+        (lambda x: (x.folder / "patched-files.sha256").unlink(),
+         "no image of the whole stack"),
+        (lambda x: shutil.rmtree(x.site / f"vllm-{VERSION}.dist-info"),
+         "vLLM is not installed"),
+        (lambda x: x.put("versions.txt", "AITER_BRANCH: v0.1.13\n"),
+         "the record says None"),
+        (lambda x: x.put("site/torch/__init__.py", "raise OSError('libamdhip64.so')\n"),
+         "PyTorch cannot be imported: OSError: libamdhip64.so"),
+    ],
+)  # fmt: skip
+def test_another_image_is_a_sentence(installed, break_, words):
+    break_(installed)
+    done = installed.check()
+    assert done.returncode == 1 and words in done.stderr
+
+
 def test_constraints_hold_every_rocm_package_as_it_is(installed):
     installed.package("triton", "3.4.0+gitba5c1517")
     installed.package("numpy", "2.0")
@@ -410,7 +443,8 @@ def test_constraints_hold_every_rocm_package_as_it_is(installed):
 def test_the_health_check_follows_the_server():
     def ask(url):
         script = ROOT / "scripts" / "image" / "healthcheck.py"
-        env = {"MI300X_HEALTH_URL": f"{url}/health"}
+        # A proxy is not asked about this very machine.
+        env = {"MI300X_HEALTH_URL": f"{url}/health", "http_proxy": "http://127.0.0.1:9"}
         return subprocess.run([sys.executable, script], env=env, stderr=-1).returncode
 
     with serving(Behavior()) as url:
@@ -418,6 +452,17 @@ def test_the_health_check_follows_the_server():
     assert ask(url) == 1
     with serving(Behavior("unhealthy")) as url:
         assert ask(url) == 1
+
+
+@pytest.mark.parametrize("url", ["x", "http://127.0.0.1:0/health", "ftp://[/x"])
+def test_a_health_check_that_cannot_ask_is_a_sentence(url):
+    script = ROOT / "scripts" / "image" / "healthcheck.py"
+    env = {"MI300X_HEALTH_URL": url, "http_proxy": "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, script], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{url}: ") and "Traceback" not in done.stderr
 
 
 # -- the stages on a stand-in ----------------------------------------------------
