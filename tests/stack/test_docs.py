@@ -93,6 +93,7 @@ NEEDS = {
     "python -m pytest": "an MI300X",
     "python3 -m pytest": "an MI300X",
     "pytest -q tests": "an MI300X",
+    "python3 -m pip install --no-deps": "ROCm and a wheel",
     "python3 bench/": "a GPU",
     "python3 FOLDER/": "a GPU",
     "make image ARGS=\"--target overlay\"": "docker",

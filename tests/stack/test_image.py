@@ -174,6 +174,42 @@ def test_what_the_image_promises_is_in_the_dockerfile():
                 "vendor", "version", "revision", "created", "base.name",
                 "base.digest"):  # fmt: skip
         assert f"org.opencontainers.image.{key}=" in labels
+    told = dict(re.findall(r'(\S+)="\$\{(\w+)\}"', labels))
+    for key, argument in {
+        "org.opencontainers.image.version": "STACK_VERSION",
+        "org.opencontainers.image.revision": "REVISION",
+        "org.opencontainers.image.base.name": "BASE_IMAGE",
+        "org.opencontainers.image.base.digest": "BASE_DIGEST",
+        "mi300x.vllm.tag": "VLLM_TAG",
+        "mi300x.vllm.commit": "VLLM_COMMIT",
+        "mi300x.tree": "STACK_TREE",
+        "mi300x.series.sha256": "SERIES_SHA256",
+    }.items():
+        assert told[key] == argument
+
+
+def test_the_record_of_the_image_is_made_before_it_is_checked():
+    made = next(x for x in values("RUN") if "check_image.py" in x)
+    first, second = (part.split() for part in made.split(" && "))
+    assert first == "cat /app/mi300x/versions.txt >> /app/versions.txt".split()
+    assert second[:2] == ["python3", "/app/mi300x/check_image.py"]
+
+
+def test_what_pip_and_the_compiler_make_is_cached():
+    for line in values("RUN"):
+        if "pip install" in line and "--no-cache-dir" not in line:
+            assert "--mount=type=cache,target=/root/.cache/pip" in line
+    (line,) = (x for x in values("RUN") if "pip wheel" in x)
+    ccache = dict(re.findall(r"(\w+)=(\S+)", " ".join(values("ENV"))))["CCACHE_DIR"]
+    assert f"--mount=type=cache,target={ccache} " in line
+
+
+def test_group_0_may_write_what_it_must():
+    made = next(x for x in values("RUN") if x.startswith("install -d"))
+    assert "chmod -R g+rwX /home/vllm" in made and "chmod g+w /etc/passwd" in made
+    assert "useradd --uid 2000 --gid 0" in made
+    (jit,) = (x for x in values("RUN") if 'find_spec("aiter")' in x)
+    assert jit.startswith("chmod -R g+rwX ") and jit.endswith(')/jit"')
 
 
 # -- the command -----------------------------------------------------------------
