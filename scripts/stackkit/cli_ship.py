@@ -197,6 +197,8 @@ def build(
               help="Another base image: NAME@sha256:...")  # fmt: skip
 @click.option("--tag", help="Name of the result.")
 @click.option("--source-url", default="", help="For the image's labels.")
+@click.option("--any-toolchain", is_flag=True,
+              help="Take a base with another PyTorch than the release's.")  # fmt: skip
 @click.option("--no-attestations", is_flag=True,
               help="Without SBOM and provenance, which docker's classic image store "
               "cannot keep.")  # fmt: skip
@@ -214,6 +216,7 @@ def image(
     base: str | None,
     tag: str | None,
     source_url: str,
+    any_toolchain: bool,
     no_attestations: bool,
     context_only: bool,
     stand_in: bool,
@@ -233,6 +236,7 @@ def image(
         tag=tag,
         source_url=source_url,
         attest=not no_attestations,
+        any_toolchain=any_toolchain,
     )
     session.say(f"version {wanted.arguments['STACK_VERSION']}, for {arch}")
     session.say(f"1. write the build context: {escape(str(wanted.context))}")

@@ -84,6 +84,7 @@ def image(
     tag: str | None,
     source_url: str,
     attest: bool = True,
+    any_toolchain: bool = False,
 ) -> Image:
     """What would be built; nothing is written.
 
@@ -95,6 +96,7 @@ def image(
         tag: Another name for the result.
         source_url: Where the project is published, for the labels.
         attest: Whether SBOM and provenance go with it.
+        any_toolchain: Whether the base may have another PyTorch than the release's.
 
     Raises:
         StackError: if the base is not pinned, or an overlay would be empty.
@@ -113,6 +115,7 @@ def image(
         "BASE_IMAGE": base,
         "RELEASE_IMAGE": release_image(pin),
         "ROCM_ARCH": arch,
+        "TORCH_VERSION": "" if any_toolchain else pin.toolchain.torch,
         "STACK_VERSION": version,
         "VLLM_TAG": pin.tag,
         "VLLM_COMMIT": pin.commit,

@@ -476,6 +476,21 @@ def test_constraints_hold_every_rocm_package_as_it_is(installed):
     assert done.returncode == 1 and "has no PyTorch" in done.stderr
 
 
+def test_a_base_with_another_pytorch_ends_the_build(installed, project):
+    torch = "2.10.0+git8514f05"
+    for wanted in (torch, ""):
+        assert installed.run("constraints.py", "--torch", wanted).returncode == 0
+    done = installed.run("constraints.py", "--torch", "2.11.0")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"PyTorch is {torch}, the release is built with 2.11.0" in done.stderr
+    (line,) = (x for x in values("RUN") if "constraints.py" in x)
+    assert '--torch "${TORCH_VERSION}"' in line
+    wanted = pins.load(project.root).pin(None).toolchain.torch
+    for options, told in ((), wanted), (("--any-toolchain",), ""):
+        found = project.ok("image", "--dry-run", "--json", *options).json
+        assert found["arguments"]["TORCH_VERSION"] == told
+
+
 def test_the_health_check_follows_the_server():
     def ask(url):
         script = ROOT / "scripts" / "image" / "healthcheck.py"
