@@ -47,6 +47,13 @@ def test_prompts_have_exactly_the_lengths_where_paths_change(lab, version):
     assert {3, 4, 5, 127, 128, 129, 2047, 2048, 2049} < set(smoke.LENGTHS)
 
 
+def test_batches_shrink_to_one_and_grow_again():
+    low = smoke.BATCHES.index(1)
+    down, up = smoke.BATCHES[: low + 1], smoke.BATCHES[low:]
+    assert len(down) > 2 and len(up) > 2
+    assert list(down) == sorted(down, reverse=True) and list(up) == sorted(up)
+
+
 BROKEN = {
     "nan": ("129 tokens", "1 of 16 logprobs are not finite: nan"),
     "infinite": ("1 of 16 logprobs are not finite: -inf",),
