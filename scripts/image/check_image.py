@@ -25,18 +25,21 @@ def facts(path):
 
 def problems(told, site, sums, archs):
     """What is not as it should be, one sentence each."""
-    import torch
-
+    try:
+        import torch
+    except Exception as error:
+        yield f"PyTorch cannot be imported: {type(error).__name__}: {error}"
+        return
     if torch.version.hip is None:
         yield f"PyTorch {torch.__version__} is not built for ROCm"
-    if torch.__version__ != told["MI300X_TORCH"]:
+    if torch.__version__ != told.get("MI300X_TORCH"):
         yield (
-            f"PyTorch was {told['MI300X_TORCH']} in the base image and is "
+            f"PyTorch was {told.get('MI300X_TORCH')} in the base image and is "
             f"{torch.__version__}"
         )
     version = metadata.version("vllm")
-    if version != told["MI300X_VERSION"]:
-        yield f"vLLM is {version}, the record says {told['MI300X_VERSION']}"
+    if version != told.get("MI300X_VERSION"):
+        yield f"vLLM is {version}, the record says {told.get('MI300X_VERSION')}"
     lines = sums.read_text().splitlines()
     if not lines:
         yield f"{sums} is empty"
@@ -66,8 +69,17 @@ def main():
     parser.add_argument("--site", type=Path, help="the folder that vllm/ is in")
     parser.add_argument("--arch", default="gfx942")
     options = parser.parse_args()
+    for path in (options.versions, options.sums):
+        if not path.is_file():
+            sys.exit(
+                f"error: {path} does not exist: this is no image of the whole stack"
+            )
     told = facts(options.versions)
-    site = options.site or Path(str(metadata.distribution("vllm").locate_file("")))
+    try:
+        found = metadata.distribution("vllm")
+    except metadata.PackageNotFoundError:
+        sys.exit("error: vLLM is not installed for this Python")
+    site = options.site or Path(str(found.locate_file("")))
     for key, value in told.items():
         if key.startswith("MI300X_"):
             print(f"{key}: {value}")

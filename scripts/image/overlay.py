@@ -47,7 +47,8 @@ def read(archive):
             if entry["after"] is not None
         }
         found = {k: hashlib.sha256(v).hexdigest() for k, v in files.items()}
-    except (OSError, EOFError, zlib.error, tarfile.TarError, ValueError, KeyError) as e:
+    except (OSError, EOFError, zlib.error, tarfile.TarError, ValueError, LookupError,
+            TypeError, AttributeError) as e:  # fmt: skip
         sys.exit(f"error: {archive} is not an overlay: {e}")
     if found != wanted:
         sys.exit(f"error: {archive}: its files are not those of its manifest")
@@ -85,6 +86,16 @@ def lay(site, told, files):
     return len(told["files"])
 
 
+def require_writable(path):
+    """Whether the record could be written, without making it."""
+    place = path = path.resolve()
+    while not place.exists():
+        place = place.parent
+    fits = place.is_file() if place == path else place.is_dir()
+    if not fits or not os.access(place, os.W_OK):
+        sys.exit(f"error: {path} cannot be written; nothing was changed")
+
+
 def record(told, path):
     """Add to the image's own record, in its form, unless it is there."""
     lines = [
@@ -107,8 +118,12 @@ def main():
     options = parser.parse_args()
     told, files = read(options.archive)
     site = options.site or installed()
-    count = lay(site, told, files)
-    record(told, options.versions)
+    try:
+        require_writable(options.versions)  # before anything is changed
+        count = lay(site, told, files)
+        record(told, options.versions)
+    except OSError as error:
+        sys.exit(f"error: {error.filename}: {(error.strerror or '').lower()}")
     done = f"{count} files changed" if count else "nothing to change"
     print(f"overlay {told['version']}, {len(told['patches'])} patches: {done}")
     for name, why in told["left_out"].items():

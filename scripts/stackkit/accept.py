@@ -83,9 +83,9 @@ def read_problems(path: Path) -> list[Problem]:
     found = []
     try:
         lines = path.read_text("utf-8").splitlines()
-    except FileNotFoundError as error:
+    except (FileNotFoundError, IsADirectoryError) as error:
         raise StackError(
-            f"{path} does not exist",
+            f"{path} {'is a folder' if path.is_dir() else 'does not exist'}",
             mend="docs/serving.md says where GSM8K's test.jsonl comes from; nothing is "
             "downloaded",
             code=USAGE,

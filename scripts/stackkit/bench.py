@@ -181,7 +181,7 @@ def _read(path: Path, protocol: Protocol, seed: int) -> Run:
         seconds = float(told["duration"])
     except FileNotFoundError as error:
         raise StackError("vllm bench serve wrote no result") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise StackError(
             f"the result of vllm bench serve lacks or has a damaged {error}",
             mend="is it another release's vllm? scripts/stack status names ours",
@@ -201,4 +201,7 @@ def _read(path: Path, protocol: Protocol, seed: int) -> Run:
         )
     if not math.isfinite(throughput) or throughput <= 0:
         raise StackError(f"the throughput is {throughput}; there is no figure")
+    for name, value in times.items():
+        if not math.isfinite(value) or value < 0:
+            raise StackError(f"{name} is {value}; there is no figure")
     return Run(seed, throughput, seconds, times)

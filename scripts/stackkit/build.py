@@ -355,7 +355,12 @@ def _wheel(made: Source, planned: Plan, python: str, jobs: int, step: Step) -> P
                 mend="look for the first error in it",
                 details=process.tail(done.stderr or done.stdout, 5),
             )
-        (wheel,) = (scratch / "wheel").glob("*.whl")
+        found = list((scratch / "wheel").glob("*.whl"))
+        if len(found) != 1:
+            raise StackError(
+                f"pip made {len(found)} wheels, not one", mend=" ".join(line)
+            )
+        (wheel,) = found
         target = planned.folder / wheel.name
         shutil.move(wheel, target)
     return target

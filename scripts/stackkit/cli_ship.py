@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -196,6 +197,11 @@ def build(
               help="Another base image: NAME@sha256:...")  # fmt: skip
 @click.option("--tag", help="Name of the result.")
 @click.option("--source-url", default="", help="For the image's labels.")
+@click.option("--any-toolchain", is_flag=True,
+              help="Take a base with another PyTorch than the release's.")  # fmt: skip
+@click.option("--no-attestations", is_flag=True,
+              help="Without SBOM and provenance, which docker's classic image store "
+              "cannot keep.")  # fmt: skip
 @click.option("--context-only", is_flag=True,
               help="Write the build context, and do not build.")  # fmt: skip
 @click.option("--stand-in", is_flag=True,
@@ -210,6 +216,8 @@ def image(
     base: str | None,
     tag: str | None,
     source_url: str,
+    any_toolchain: bool,
+    no_attestations: bool,
     context_only: bool,
     stand_in: bool,
     require: bool,
@@ -227,6 +235,8 @@ def image(
         base=base,
         tag=tag,
         source_url=source_url,
+        attest=not no_attestations,
+        any_toolchain=any_toolchain,
     )
     session.say(f"version {wanted.arguments['STACK_VERSION']}, for {arch}")
     session.say(f"1. write the build context: {escape(str(wanted.context))}")
@@ -325,6 +335,29 @@ def serve(
 # -- a server that is there, or one that is started -------------------------------
 
 
+def _seconds(context: click.Context, option: click.Parameter, value: float) -> float:
+    least = 0.0 if option.name == "wait" else 0.001
+    if not least <= value <= 1e6:  # nan is not, either
+        raise click.BadParameter("seconds, 1000000 at most")
+    return value
+
+
+def _to_write(session: Session, path: Path | None) -> Path | None:
+    """Where a user wants a file.
+
+    Raises:
+        StackError: if it could not be written; what it is to hold takes hours.
+    """
+    if path is None:
+        return None
+    path = session.directory / path
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise StackError(
+            f"{path} cannot be written", mend="name a file in a folder", code=USAGE
+        )
+    return path
+
+
 def _server_options(function: Callable[..., None]) -> Callable[..., None]:
     for option in reversed((
         click.argument("url", required=False),
@@ -335,11 +368,13 @@ def _server_options(function: Callable[..., None]) -> Callable[..., None]:
                      help="With --recipe: where it listens."),
         click.option("--model", help="Its name there, if the server has several."),
         click.option("--wait", default=0.0, show_default=True, metavar="SECONDS",
+                     callback=_seconds,
                      help=f"For the server to be ready; with --recipe: {WAIT}."),
         click.option("--timeout", default=300.0, show_default=True, metavar="SECONDS",
-                     help="For an answer."),
+                     callback=_seconds, help="For a whole answer."),
         click.option("--first-timeout", default=float(WAIT), show_default=True,
-                     metavar="SECONDS", help="For the first one, which may compile."),
+                     metavar="SECONDS", callback=_seconds,
+                     help="Until one has come: kernels may be compiled."),
         click.option("--any-version", is_flag=True,
                      help="Take a server of another version than this checkout's."),
     )):  # fmt: skip
@@ -448,6 +483,11 @@ def smoke(
     agree.
     """
     choice = Choice(session, options)
+    save = _to_write(session, save)
+    if log and not (session.directory / log).is_file():
+        raise StackError(
+            f"{session.directory / log} is no file", mend="name a file", code=USAGE
+        )
     other = smoke_module.read(session.directory / against) if against else None
     findings: list[Finding] = []
     if choice.recipe and other is None:
@@ -470,7 +510,7 @@ def smoke(
     say_findings(session, tuple(findings))
     ok = all(item.state != PROBLEM for item in findings)
     if save and report.record:
-        smoke_module.save(report.record, session.directory / save)
+        smoke_module.save(report.record, save)
         session.say(f"answers kept in {escape(str(save))}")
     bad = sum(item.state == PROBLEM for item in findings)
     session.say(f"{bad} problems" if bad else "nothing found that is wrong")
@@ -529,6 +569,7 @@ def bench(
         session.answer({"command": list(line), "dry_run": True})
         return
     choice = Choice(session, options)
+    output = _to_write(session, output)
     if choice.recipe and gpus is None:
         gpus = recipes.find(session.project, session.pin, choice.recipe).gpus
     reports: dict[str, smoke_module.Report] = {}
@@ -580,7 +621,7 @@ def bench(
         ]
         session.say(f"{name} in ms: {', '.join(cells)}")
     if output:
-        (session.directory / output).write_text(json.dumps(told, indent=1) + "\n")
+        output.write_text(json.dumps(told, indent=1) + "\n")
         session.say(f"kept in {escape(str(output))}")
     session.answer(told)
 
@@ -629,8 +670,10 @@ def accept(
             mend="docs/serving.md says where the file comes from; or --only needles",
             code=USAGE,
         )
-    if gsm8k and only != "needles":
-        accept_module.read_problems(session.directory / gsm8k)  # before a server starts
+    for file in (gsm8k, shots):
+        if file and only != "needles":
+            # Before a server starts.
+            accept_module.read_problems(session.directory / file)
     choice = Choice(session, options)
     ok = True
     told: dict[str, Any] = {"gsm8k": None, "needles": []}

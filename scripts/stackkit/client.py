@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
+import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 
@@ -16,9 +18,11 @@ from .errors import USAGE, StackError
 from .report import Step
 
 API_KEY = "VLLM_API_KEY"  # vLLM's own name for it
+_COMPLETIONS = "/v1/completions"
 _MEND = "look at the server's log, and start it again: scripts/stack serve"
 
 Prompt = str | list[int]
+_T = TypeVar("_T")
 
 
 class Silence(StackError):
@@ -51,15 +55,26 @@ class Server:
 
     Args:
         url: Where it is.
-        timeout: Seconds of silence after which a request is given up.
-        first_timeout: The same for the first completion, which may compile kernels.
+        timeout: Seconds after which an answer that is not whole is given up.
+        first_timeout: The same until one has come: the server may compile kernels.
+
+    Raises:
+        StackError: if ``url`` is none, or the API key cannot be sent.
     """
 
     def __init__(self, url: str, *, timeout: float, first_timeout: float):
         self.url = _checked(url)
         self.timeout = timeout
-        self._next_timeout = first_timeout
+        self.first_timeout = first_timeout
+        self._answered = False
+        self._unhealthy = ""  # why it is not, if that is known
         key = os.environ.get(API_KEY)
+        if key and not (key.isascii() and key.isprintable()):
+            raise StackError(
+                f"{API_KEY} has a character that cannot be sent",
+                mend=f"set {API_KEY} to the key that the server was started with",
+                code=USAGE,
+            )
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         # A proxy is for other machines than the one that serves.
         self._http = httpx2.Client(
@@ -76,9 +91,14 @@ class Server:
     def healthy(self) -> bool:
         """Whether /health says so; False if nobody listens."""
         try:
-            return self._http.get("/health", timeout=10).status_code == 200
-        except httpx2.HTTPError:
+            status = _within(
+                10, lambda: self._http.get("/health", timeout=10).status_code
+            )
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            self._unhealthy = _clean(str(error)) or type(error).__name__
             return False
+        self._unhealthy = f"/health answers {status}"
+        return status == 200
 
     def wait(
         self, seconds: float, step: Step, alive: Callable[[], None] | None = None
@@ -103,6 +123,7 @@ class Server:
                     f"{seconds:.0f} s)",
                     mend="start a server: scripts/stack serve; a cold start takes "
                     "many minutes: --wait 1800",
+                    details=(self._unhealthy,),
                 )
             step(f"waiting for {self.url}")
             time.sleep(min(1.0, max(0.05, seconds / 100)))
@@ -117,7 +138,9 @@ class Server:
         cards = told.get("data")
         if not isinstance(cards, list) or not cards:
             raise StackError(f"{self.url}/v1/models lists no model", mend=_MEND)
-        names = [str(card.get("id")) for card in cards]
+        if not all(isinstance(card, dict) and card.get("id") for card in cards):
+            raise self._malformed("/v1/models", "a model without a name")
+        names = [_clean(str(card["id"])) for card in cards]
         if name is None and len(cards) > 1 or name is not None and name not in names:
             asked = f"no model {name!r}" if name else "several models"
             raise StackError(
@@ -127,8 +150,7 @@ class Server:
             )
         card = cards[names.index(name) if name else 0]
         length = card.get("max_model_len")
-        found = str(card.get("id"))
-        return Model(found, length if isinstance(length, int) else None)
+        return Model(str(card["id"]), length if isinstance(length, int) else None)
 
     def version(self) -> str | None:
         """What /version says; None if there is no such place."""
@@ -136,7 +158,7 @@ class Server:
         if answer.status_code == 404:
             return None
         told = self._decode(answer, "/version").get("version")
-        return None if told is None else str(told)
+        return None if told is None else _clean(str(told))
 
     def tokenize(self, model: str, text: str) -> list[int] | None:
         """The tokens of ``text``; None if the server does not tell."""
@@ -145,8 +167,13 @@ class Server:
         if answer.status_code in (404, 405):
             return None
         tokens = self._decode(answer, "/tokenize").get("tokens")
-        if not isinstance(tokens, list) or not all(isinstance(x, int) for x in tokens):
-            raise StackError(f"{self.url}/tokenize sends no list of numbers")
+        if not isinstance(tokens, list) or not all(type(x) is int for x in tokens):
+            raise self._malformed("/tokenize", "no list of numbers")
+        words = text.count(" ") + 1
+        if len(tokens) < words / 2:
+            raise self._malformed(
+                "/tokenize", f"{len(tokens)} tokens for {words} words"
+            )
         return tokens
 
     # -- what it says --------------------------------------------------------
@@ -177,46 +204,74 @@ class Server:
         body = _body(model, prompt, tokens, stop, whole)
         if logprobs is not None:
             body["logprobs"] = logprobs
-        told = self._json("POST", "/v1/completions", body, self._patience())
+        told = self._json("POST", _COMPLETIONS, body, self._patience)
         choices = told.get("choices")
         if not isinstance(choices, list) or len(choices) != 1:
-            raise StackError(f"{self.url}/v1/completions sends no answer", mend=_MEND)
-        return _completion(choices[0], told.get("usage"))
+            raise StackError(f"{self.url}{_COMPLETIONS} sends no answer", mend=_MEND)
+        self._answered = True
+        return self._completion(choices[0], told.get("usage"))
 
-    def stream(self, model: str, prompt: Prompt, tokens: int) -> Completion:
-        """As :meth:`complete`, streamed.
+    def stream(
+        self, model: str, prompt: Prompt, tokens: int, *, logprobs: int
+    ) -> Completion:
+        """As :meth:`complete`, streamed and to the last token.
 
         Raises:
             StackError: if the stream ends before it says so.
         """
-        body = {**_body(model, prompt, tokens, (), True), "stream": True}
-        text, count, finish, ended = "", 0, None, False
-        for event in self._events("/v1/completions", body):
+        body = _body(model, prompt, tokens, (), True)
+        body |= {"stream": True, "logprobs": logprobs}
+        pieces, ended = [], False
+        for event in self._events(_COMPLETIONS, body):
             if event == "[DONE]":
                 ended = True
                 break
-            told = _loads(event, f"{self.url}/v1/completions")
+            told = _loads(event, f"{self.url}{_COMPLETIONS}")
             if "error" in told:
                 raise StackError(
                     f"{self.url}: the stream ends with an error: {_why(told)}",
                     mend=_MEND,
                 )
-            for choice in told.get("choices", []):
-                text += choice.get("text") or ""
-                count += 1
-                finish = choice.get("finish_reason") or finish
-        if not ended or finish is None:
+            choices = told.get("choices", [])
+            if not isinstance(choices, list):
+                raise self._malformed(_COMPLETIONS, "choices that are no list")
+            pieces += [self._completion(choice, None) for choice in choices]
+        finish = [piece.finish for piece in pieces if piece.finish]
+        if not ended or not finish:
             raise StackError(
-                f"{self.url}: the stream was cut off after {count} pieces",
+                f"{self.url}: the stream was cut off after {len(pieces)} pieces",
                 mend=_MEND,
             )
-        return Completion(text, finish, (), (), (), None)
+        self._answered = True
+        return Completion(
+            "".join(piece.text for piece in pieces),
+            finish[-1],
+            tuple(x for piece in pieces for x in piece.tokens),
+            tuple(x for piece in pieces for x in piece.logprobs),
+            tuple(x for piece in pieces for x in piece.top),
+            None,
+        )
 
     # -- how -----------------------------------------------------------------
 
+    @property
     def _patience(self) -> float:
-        patience, self._next_timeout = self._next_timeout, self.timeout
-        return patience
+        return self.timeout if self._answered else self.first_timeout
+
+    def _malformed(self, path: str, what: str) -> StackError:
+        return StackError(f"{self.url}{path} sends {what}", mend=_MEND)
+
+    def _completion(self, choice: Any, usage: Any) -> Completion:
+        """One choice of an answer.
+
+        Raises:
+            StackError: if it is not of the form that a server's should be.
+        """
+        try:
+            return _completion(choice, usage)
+        except (AttributeError, TypeError) as error:
+            words = f"an answer that is of no known form: {choice!r}"
+            raise self._malformed(_COMPLETIONS, _clean(words)) from error
 
     def _json(
         self,
@@ -236,21 +291,32 @@ class Server:
     ) -> httpx2.Response:
         wait = timeout or self.timeout
         try:
-            return self._http.request(method, path, json=body, timeout=wait)
+            return _within(
+                wait,
+                lambda: self._http.request(method, path, json=body, timeout=wait),
+            )
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise self._failed(path, error, wait) from error
 
-    def _events(self, path: str, body: dict[str, Any]) -> Iterator[str]:
-        """The data of server-sent events."""
-        wait = self._patience()
-        try:
+    def _events(self, path: str, body: dict[str, Any]) -> list[str]:
+        """The data of server-sent events, as many as came."""
+        wait = self._patience
+
+        def read() -> list[str]:
+            found: list[str] = []
             with self._http.stream("POST", path, json=body, timeout=wait) as answer:
                 if answer.status_code != 200:
                     answer.read()
                     self._decode(answer, path)
                 for line in answer.iter_lines():
                     if line.startswith("data:"):
-                        yield line.removeprefix("data:").strip()
+                        found.append(line.removeprefix("data:").strip())
+                        if found[-1] == "[DONE]":
+                            break
+            return found
+
+        try:
+            return _within(wait, read)
         except httpx2.HTTPError as error:
             raise self._failed(path, error, wait) from error
 
@@ -264,7 +330,7 @@ class Server:
             what = "broke off its answer"
         else:
             what = f"does not answer: {type(error).__name__}"
-        detail = str(error)
+        detail = _clean(str(error))
         return kind(
             f"{self.url}{path} {what}", mend=_MEND, details=(detail,) if detail else ()
         )
@@ -278,8 +344,8 @@ class Server:
         if answer.status_code != 200:
             try:
                 why = _why(json.loads(answer.text))
-            except (ValueError, TypeError):
-                why = answer.text.strip()[:200]
+            except (ValueError, TypeError, AttributeError, RecursionError):
+                why = _clean(answer.text)
             words = f": {why}" if why else ""
             raise StackError(f"{where} answers {answer.status_code}{words}", mend=_MEND)
         return _loads(answer.text, where)
@@ -297,6 +363,8 @@ def _checked(url: str) -> str:
     except ValueError as error:
         raise _no_url(url) from error
     if parsed.scheme not in ("http", "https") or not parsed.hostname:
+        raise _no_url(url)
+    if parsed.query or parsed.fragment or not url.isprintable() or " " in url:
         raise _no_url(url)
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
@@ -328,7 +396,7 @@ def _body(
 def _loads(text: str, where: str) -> dict[str, Any]:
     try:
         told = json.loads(text)  # takes NaN, too
-    except ValueError:
+    except (ValueError, RecursionError):
         told = None
     if not isinstance(told, dict):
         raise StackError(
@@ -343,17 +411,60 @@ def _why(told: Any) -> str:
     error = told.get("error", told.get("message", told))
     if isinstance(error, dict):
         error = error.get("message", error)
-    return str(error).strip()[:200]
+    return _clean(str(error))
 
 
-def _completion(choice: dict[str, Any], usage: Any) -> Completion:
-    found = choice.get("logprobs") or {}
+def _clean(text: str) -> str:
+    """What a server says, for a terminal: one line, nothing that steers it."""
+    kept = "".join(x if x.isprintable() else " " for x in text)
+    return " ".join(kept.split())[:200]
+
+
+def _within(seconds: float, call: Callable[[], _T]) -> _T:
+    """What ``call`` returns or raises.
+
+    A timeout of the HTTP client begins anew with each byte, so that a server which
+    sends one now and then would never be given up.
+
+    Raises:
+        httpx2.ReadTimeout: if it takes longer; its thread is left to itself.
+    """
+    future: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return future.result(seconds)
+    except concurrent.futures.TimeoutError:
+        raise httpx2.ReadTimeout("what it sends comes to no end") from None
+
+
+def _completion(choice: Any, usage: Any) -> Completion:
+    """As :meth:`Server._completion`.
+
+    Raises:
+        AttributeError, TypeError: if it is of another form.
+    """
+    text, told = choice.get("text") or "", choice.get("logprobs") or {}
+    lists = [told.get(x) or [] for x in ("tokens", "token_logprobs", "top_logprobs")]
+    tops = [x or {} for x in lists[2]]
+    if not (
+        isinstance(text, str)
+        and all(isinstance(x, list) for x in lists)
+        and all(isinstance(x, dict) for x in tops)
+    ):
+        raise TypeError
     counted = usage.get("prompt_tokens") if isinstance(usage, dict) else None
     return Completion(
-        text=choice.get("text") or "",
+        text=text,
         finish=choice.get("finish_reason"),
-        tokens=tuple(map(str, found.get("tokens") or ())),
-        logprobs=tuple(found.get("token_logprobs") or ()),
-        top=tuple(x or {} for x in found.get("top_logprobs") or ()),
-        prompt_tokens=counted,
+        tokens=tuple(map(str, lists[0])),
+        logprobs=tuple(lists[1]),
+        top=tuple(tops),
+        prompt_tokens=counted if isinstance(counted, int) else None,
     )

@@ -22,6 +22,9 @@ NAME = "vllm-mi300x"
 # Below build/image/<release>, and named by COPY in the Dockerfile.
 SOURCE, SUMS, VERSIONS = "source.tar.gz", "SHA256SUMS", "versions.txt"
 OVERLAY, PATCHED = "overlay.tar.gz", "patched-files.sha256"
+ATTESTATIONS = ("--sbom=true", "--provenance=mode=max")
+# What `docker info` says of an image store that can keep them.
+_STORE = b"io.containerd.snapshotter"
 _BASE = "-base"
 _VERSION_TAG = re.compile(r"v\d+\.\d+\.\d+(-base)?")
 
@@ -80,6 +83,8 @@ def image(
     base: str | None,
     tag: str | None,
     source_url: str,
+    attest: bool = True,
+    any_toolchain: bool = False,
 ) -> Image:
     """What would be built; nothing is written.
 
@@ -90,6 +95,8 @@ def image(
         base: Another base image than the pinned one.
         tag: Another name for the result.
         source_url: Where the project is published, for the labels.
+        attest: Whether SBOM and provenance go with it.
+        any_toolchain: Whether the base may have another PyTorch than the release's.
 
     Raises:
         StackError: if the base is not pinned, or an overlay would be empty.
@@ -108,6 +115,7 @@ def image(
         "BASE_IMAGE": base,
         "RELEASE_IMAGE": release_image(pin),
         "ROCM_ARCH": arch,
+        "TORCH_VERSION": "" if any_toolchain else pin.toolchain.torch,
         "STACK_VERSION": version,
         "VLLM_TAG": pin.tag,
         "VLLM_COMMIT": pin.commit,
@@ -127,7 +135,8 @@ def image(
         *("--target", target, *options),
         *(("--output", f"type=local,dest={build.folder(project, pin)}")
           if target == "export" else
-          ("--sbom=true", "--provenance=mode=max", "--tag", tag, "--load")),
+          (*(ATTESTATIONS if attest else ("--provenance=false",)),
+           "--tag", tag, "--load")),
         str(context),
     )  # fmt: skip
     return Image(context, tag, target, arguments, command)
@@ -207,7 +216,8 @@ def build_image(made: Image) -> None:
     """Run the command.
 
     Raises:
-        StackError: if there is no docker with buildx, or the build fails.
+        StackError: if there is no docker with buildx, it cannot keep what goes with
+            the image, or the build fails.
     """
     if shutil.which("docker") is None:
         raise StackError(
@@ -226,6 +236,14 @@ def build_image(made: Image) -> None:
                 if "buildx" in what
                 else "start it, or join its group",
                 details=process.tail(done.stderr, 2),
+            )
+    if ATTESTATIONS[0] in made.command:
+        done = process.run(("docker", "info", "--format", "{{.DriverStatus}}"))
+        if _STORE not in done.stdout:
+            raise StackError(
+                "docker's image store cannot keep the SBOM and the provenance",
+                mend="turn on docker's containerd image store, or pass "
+                "--no-attestations",
             )
     done = process.run(made.command, env={"DOCKER_BUILDKIT": "1"}, capture=False)
     if done.returncode:

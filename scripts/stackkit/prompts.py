@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 from .client import Model, Prompt, Server
+from .errors import StackError
 
 _WHO = ("the baker", "a sailor", "the old teacher", "our neighbor", "a young doctor",
         "the gardener", "my cousin", "a painter", "the mayor", "the night watchman",
@@ -46,9 +47,16 @@ def of_length(server: Server, model: Model, seed: int, tokens: int) -> Prompt:
     """A prompt of exactly ``tokens`` tokens, or about as many words.
 
     Token numbers, if the server tells them; else text, whose length it decides.
+
+    Raises:
+        StackError: if the server makes fewer tokens than words of a text.
     """
     source = text(seed, tokens + 8)
     numbers = server.tokenize(model.name, source)
-    if numbers is None or len(numbers) < tokens:
+    if numbers is None:
         return " ".join(source.split(" ")[:tokens])
+    if len(numbers) < tokens:
+        raise StackError(
+            f"{server.url}/tokenize makes {len(numbers)} tokens of {tokens + 8} words"
+        )
     return numbers[:tokens]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import json
-import math
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 from . import prompts
 from .client import Completion, Model, Server, Silence
-from .doctor import NOT_RUN, OK, PROBLEM, Finding
+from .doctor import NOT_RUN, OK, PROBLEM, WARNING, Finding
 from .errors import USAGE, StackError
 from .report import Step
 
@@ -126,6 +126,7 @@ def smoke(
     told = server.version()
     findings = [_version(told, version)]
     outputs: list[Output] = []
+    guessed: list[int] = []  # lengths that were sent as so many words
     sent = hashlib.sha256()
 
     silent = False
@@ -148,6 +149,13 @@ def smoke(
         sent.update(repr(prompt).encode())
         found = _complete(server, served, prompt)
         outputs.append(Output(tokens, found.tokens, found.top))
+        if isinstance(prompt, str):
+            guessed.append(tokens)
+        elif found.prompt_tokens not in (None, tokens):
+            # A path that is not taken would be called right.
+            what = f"the server read {found.prompt_tokens} of them"
+            yield Finding(f"{tokens} tokens", PROBLEM, what)
+            return
         yield Finding(f"{tokens} tokens", *_judge(found, alone=tokens > 5))
 
     for tokens in lengths:
@@ -157,6 +165,9 @@ def smoke(
             findings.append(Finding(f"{tokens} tokens", PROBLEM, what, mend))
         else:
             ask(f"{tokens} tokens", lambda tokens=tokens: length(tokens))
+    if guessed:
+        detail = "the server has no /tokenize: a word was taken for a token"
+        findings.append(Finding("lengths", WARNING, detail))
     whole = len(outputs) == len(lengths)
     findings.append(_variety(outputs))
     ask("batches", lambda: _batches(server, served))
@@ -204,12 +215,15 @@ def _judge(found: Completion, *, alone: bool) -> tuple[str, str]:
     bad = [x for x in found.logprobs if not _finite(x)]
     if bad:
         shown = ", ".join(dict.fromkeys(map(str, bad)))
-        return PROBLEM, f"{len(bad)} of {count} logprobs are not finite: {shown}"
+        return PROBLEM, f"{len(bad)} of {count} logprobs are not finite: {shown[:200]}"
     positive = [x for x in found.logprobs if x is not None and x > 1e-3]
     if positive:
         return PROBLEM, f"a logprob is {positive[0]:g}, which is more than certain"
     if count != len(found.tokens) or count < NEW_TOKENS:
         return PROBLEM, f"{count} of {NEW_TOKENS} tokens came"
+    lost = [x for top in found.top for x in top.values() if not _number(x)]
+    if lost:
+        return PROBLEM, f"the logprob of an alternative is {lost[0]}"
     if alone and len(set(found.tokens)) == 1:
         return PROBLEM, f"{count} times the same token, {found.tokens[0]!r}"
     if len(set(found.logprobs)) == 1:
@@ -217,8 +231,13 @@ def _judge(found: Completion, *, alone: bool) -> tuple[str, str]:
     return OK, f"{found.text.strip()[:60]!r}"
 
 
+def _number(value: Any) -> bool:
+    """Whether it is one, if only minus infinity."""
+    return isinstance(value, (int, float)) and value <= sys.float_info.max
+
+
 def _finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value) and value > _CLAMPED
+    return _number(value) and value > _CLAMPED
 
 
 def _variety(outputs: list[Output]) -> Finding:
@@ -242,9 +261,10 @@ def _batches(server: Server, model: Model) -> Iterator[Finding]:
 
 
 def _stream(server: Server, model: Model) -> Iterator[Finding]:
-    found = server.stream(model.name, prompts.text(7, 20), NEW_TOKENS)
-    words = repr(found.text.strip()[:60])
-    yield Finding("stream", OK if found.text else PROBLEM, words)
+    found = server.stream(
+        model.name, prompts.text(7, 20), NEW_TOKENS, logprobs=_ALTERNATIVES
+    )
+    yield Finding("stream", *_judge(found, alone=True))
 
 
 def _answer(
@@ -344,9 +364,9 @@ def read(path: Path) -> Record:
             for x in told.pop("outputs")
         )
         return Record(**told, outputs=outputs)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, IsADirectoryError) as error:
         raise StackError(
-            f"{path} does not exist",
+            f"{path} {'is a folder' if path.is_dir() else 'does not exist'}",
             mend=f"scripts/stack smoke URL --save {path}, on the other server",
             code=USAGE,
         ) from error

@@ -22,13 +22,28 @@ MODEL = "deepseek-ai/DeepSeek-V4-Flash"
 WORDS = ("river", "stone", "lamp", "cloud", "paper", "glass", "horse", "wheat")
 KNOWN = {"17 + 25": "42", "17 * 23": "391", "capital of France": "Paris"}
 
+# Answers that no server should send, and what each does to a good one.
+MALFORMED = {
+    "text-number": lambda choice: choice.update(text=42),
+    "logprobs-list": lambda choice: choice.update(logprobs=[1]),
+    "logprobs-number": lambda choice: choice["logprobs"].update(token_logprobs=3),
+    "huge": lambda choice: choice["logprobs"]["token_logprobs"].append(10**400),
+    "top-text": lambda choice: choice["logprobs"].update(top_logprobs=["x"]),
+    "top-nan": lambda choice: choice["logprobs"]["top_logprobs"][3].update(
+        {" OTHER": float("nan")}
+    ),
+}
+
 FAULTS = (
     "unhealthy", "nan", "infinite", "clamped", "null", "certain", "one-token",
     "same-logprob", "no-logprobs", "short", "500", "500-once", "html", "array",
     "hang", "cut-body", "dropped-stream", "no-done", "stream-error", "wrong-answer",
     "wrong-needle", "decoy-needle", "no-tokenize", "no-version", "other-version",
     "no-models", "two-models", "dies", "late-nan", "batch-nan", "small", "key",
-    "other-tokens", "tie", "wrong-math", "long-nan",
+    "other-tokens", "tie", "wrong-math", "long-nan", "stream-short",
+    "stream-one-token", "stream-nan", "stream-null", "endless-stream", "drip",
+    "truncates", "few-tokens", "no-tokens", "bare-models", "deep", "steers",
+    "slow-first", "redirect", *MALFORMED,
 )  # fmt: skip
 
 
@@ -126,6 +141,8 @@ class Handler(BaseHTTPRequestHandler):
             names = [self.behavior.model, "other"][: 2 if is_("two-models") else 1]
             length = 4000 if is_("small") else 131072
             cards = [{"id": name, "max_model_len": length} for name in names]
+            if is_("bare-models"):
+                cards = names
             self.send(200, {"data": [] if is_("no-models") else cards})
         else:
             self.send(404, {"detail": "Not Found"})
@@ -136,6 +153,8 @@ class Handler(BaseHTTPRequestHandler):
         self.behavior.paths.append(self.path)
         if self.path == "/tokenize" and not self.behavior.has("no-tokenize"):
             tokens = tokens_of(body["prompt"])
+            if self.behavior.has("few-tokens") or self.behavior.has("no-tokens"):
+                tokens = tokens[: self.behavior.has("few-tokens")]
             self.send(200, {"tokens": tokens, "count": len(tokens)})
         elif self.path == "/v1/completions":
             with self.behavior.lock:
@@ -167,6 +186,23 @@ class Handler(BaseHTTPRequestHandler):
         if is_("array"):
             self.send(200, [1])
             return
+        if is_("deep"):
+            self.send(200, "[" * 100_000)
+            return
+        if is_("steers"):
+            self.send(500, {"error": "\x1b[2J\n[/red]gone"})
+            return
+        if is_("redirect"):
+            self.send_response(307)
+            self.send_header("Location", self.path)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        if is_("drip") or is_("endless-stream") and body.get("stream"):
+            self.drip()
+            return
+        if is_("slow-first") and number <= 4:
+            time.sleep(0.8)
         if is_("hang"):
             time.sleep(30)
             return
@@ -180,15 +216,14 @@ class Handler(BaseHTTPRequestHandler):
             words = words[: len(words) // 2]
         if is_("other-tokens") or is_("tie"):
             words = [*words[:5], " OTHER", *words[6:]]
-        if body.get("stream"):
-            self.stream(words)
-            return
         choice = {
             "index": 0,
             "text": "".join(words),
             "finish_reason": "stop",
             "logprobs": None,
         }
+        if is_("stream-short") and body.get("stream"):
+            words = words[:4]
         size = len(prompt) if isinstance(prompt, list) else len(tokens_of(prompt))
         if body.get("logprobs") is not None and not is_("no-logprobs"):
             values = [-0.25 - i % 7 / 8 for i in range(len(words))]
@@ -197,8 +232,28 @@ class Handler(BaseHTTPRequestHandler):
                 "token_logprobs": self.spoil(values, size, running),
                 "top_logprobs": self.alternatives(prompt, count, words, values),
             }
+        if body.get("stream"):
+            self.stream(words, choice["logprobs"])
+            return
+        shape = MALFORMED.get(next(iter(self.behavior.faults), ""))
+        if shape:
+            shape(choice)
+        if is_("truncates"):
+            size = min(size, 2000)
         usage = {"prompt_tokens": size, "completion_tokens": len(words)}
         self.send(200, {"choices": [choice], "usage": usage})
+
+    def drip(self) -> None:
+        """One byte now and then, for ever: no read ever takes long."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Content-Length", "1000000")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                self.wfile.write(b":\n")
+                time.sleep(0.1)
+        self.close_connection = True
 
     def spoil(self, values: list, size: int, running: int) -> list:
         is_ = self.behavior.has
@@ -231,8 +286,10 @@ class Handler(BaseHTTPRequestHandler):
             found.append(top)
         return found
 
-    def stream(self, words: list[str]) -> None:
+    def stream(self, words: list[str], logprobs: dict | None) -> None:
         is_ = self.behavior.has
+        if is_("stream-one-token"):
+            words = [" the"] * len(words)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
@@ -253,8 +310,17 @@ class Handler(BaseHTTPRequestHandler):
                 break
             last = number == len(words) - 1
             reason = "length" if last else None
-            told = {"choices": [{"index": 0, "text": word, "finish_reason": reason}]}
-            chunk(json.dumps(told))
+            told = {"index": 0, "text": word, "finish_reason": reason}
+            if logprobs:
+                told["logprobs"] = {
+                    k: v[number : number + 1] for k, v in logprobs.items()
+                }
+                told["logprobs"]["tokens"] = [word]
+            if is_("stream-nan") and last:
+                told["logprobs"]["token_logprobs"] = [None]  # as pydantic writes NaN
+            if is_("stream-null"):
+                told = None
+            chunk(json.dumps({"choices": [told]}))
         if not is_("no-done"):
             chunk("[DONE]")
         self.wfile.write(b"0\r\n\r\n")

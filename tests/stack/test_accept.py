@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from fake_server import Behavior, serving, tokens_of
@@ -90,6 +91,7 @@ def test_numbers_are_compared_exactly(text, number):
     "content, words",
     [
         (None, "does not exist"),
+        (Path(), "is a folder"),
         ("not json\n", ":1: is not a JSON object"),
         ('{"question": "x"}\n', ":1: is not a JSON object"),
         ('{"question": "x", "answer": "no number"}\n', ":1: is not a JSON object"),
@@ -100,7 +102,9 @@ def test_numbers_are_compared_exactly(text, number):
 )
 def test_a_file_that_is_not_gsm8k_is_refused(lab, version, content, words):
     path = lab.folder / "bad.jsonl"
-    if content is not None:
+    if content == Path():
+        path.mkdir()
+    elif content is not None:
         path.write_text(content)
     result = ask(lab, version, "--gsm8k", str(path), "--only", "gsm8k")
     assert result.code == 2
@@ -161,7 +165,25 @@ BROKEN = {
     "dies": "broke off its answer",
     "other-version": "the server is 0.22.0+rocm722, this checkout builds",
     "hang": "did not answer for 0.4 s",
+    "drip": "comes to no end",
+    "text-number": "an answer that is of no known form",
+    "redirect": "answers 307",
 }
+
+
+def test_all_that_wait_for_the_first_answer_wait_as_long(lab, version, questions):
+    options = ("--gsm8k", str(questions), "--limit", "8", "--only", "gsm8k")
+    times = ("--timeout", "0.4", "--first-timeout", "20", "--jobs", "4")
+    result = ask(lab, version, *options, *times, faults=["slow-first"])
+    assert result.code == 0, result.text
+
+
+@pytest.mark.parametrize("fault", ["few-tokens", "no-tokens"])
+def test_a_server_that_cannot_count_is_a_sentence(lab, version, fault):
+    options = ("--only", "needles", *SHORT)
+    result = ask(lab, version, *options, faults=[fault])
+    assert result.code == 1
+    mentions(result, "/tokenize sends", "tokens for")
 
 
 @pytest.mark.parametrize("part", ["gsm8k", "needles"])

@@ -108,6 +108,8 @@ def test_a_server_that_breaks_meanwhile_gets_no_figure(lab, vllm, version):
         ({"result": {"total_output_tokens": 40959}}, ["40959 of 40960", "cut short"]),
         ({"result": {"output_throughput": float("nan")}}, ["throughput is nan"]),
         ({"result": {"output_throughput": 0}}, ["throughput is 0"]),
+        ({"result": {"p99_ttft_ms": float("nan")}}, ["p99_ttft_ms is nan"]),
+        ({"result": {"completed": float("inf")}}, ["lacks or has a damaged"]),
         ({"without": ["output_throughput"]}, ["lacks or has a damaged"]),
         ({"result": {"p99_itl_ms": None}}, ["lacks or has a damaged"]),
     ],
@@ -128,6 +130,13 @@ def test_without_vllm_it_is_a_sentence(lab, version):
         result = lab.run("bench", url, env={"PATH": "/usr/bin:/bin"})
     assert result.code == 2
     mentions(result, "vllm is not on PATH", "scripts/stack build", "mend:")
+
+
+def test_figures_that_could_not_be_kept_are_not_measured(lab, vllm, version):
+    result = bench(lab, vllm, version, "--output", str(lab.folder / "none" / "x"))
+    assert result.code == 2
+    mentions(result, "cannot be written", "name a file in a folder")
+    assert not vllm.calls_file.exists()
 
 
 def test_a_dry_run_prints_the_command_and_needs_nothing(lab):

@@ -273,6 +273,23 @@ def test_a_damaged_overlay_is_refused(laid):
     assert laid.files() == before
 
 
+def test_what_is_no_manifest_is_refused(laid):
+    before = laid.files()
+    for told in (b"[]", b"{}", b'{"files": []}', b'{"files": {"x": 1}}'):
+        overlay.write_tar([(overlay.MANIFEST, told)], laid.archive)
+        done = laid.run()
+        assert done.returncode == 1 and "is not an overlay" in done.stderr
+    assert laid.files() == before
+
+
+def test_a_record_that_cannot_be_written_is_told_before_anything_changes(laid):
+    before = laid.files()
+    (laid.lab.folder / "app").write_text("no folder")
+    done = laid.run()
+    assert done.returncode == 1 and done.stderr.startswith("error: ")
+    assert laid.files() == before
+
+
 def test_without_vllm_the_installer_says_so(laid):
     command = [sys.executable, "-S", INSTALLER, laid.archive]
     done = subprocess.run(command, capture_output=True, text=True, cwd=laid.site.parent)
@@ -300,6 +317,8 @@ if sys.argv[1] == "install":
     sys.exit(0)
 target = Path(sys.argv[sys.argv.index("--wheel-dir") + 1])
 target.mkdir(exist_ok=True)
+if told.get("nothing"):
+    sys.exit(0)
 version = told.get("version") or os.environ["VLLM_VERSION_OVERRIDE"]
 with zipfile.ZipFile(target / f"vllm-{version}-cp312-cp312-linux_x86_64.whl", "w") as z:
     for name, code in told["extensions"].items():
@@ -424,6 +443,13 @@ def test_a_build_that_fails_ends_with_its_last_words(machine):
     mentions(result, "the build failed; its log is", "hip/hip_fp8.h: no such file")
     assert not list(dist(machine.lab).glob("*.whl"))
     assert not list(dist(machine.lab).glob(".wheel-*"))
+
+
+def test_a_pip_that_makes_nothing_is_a_sentence(machine):
+    machine.told["nothing"] = True
+    result = machine.build()
+    assert result.code == 1
+    mentions(result, "pip made 0 wheels, not one", "pip wheel")
 
 
 def test_the_wheel_is_installed_alone(machine):

@@ -174,6 +174,42 @@ def test_what_the_image_promises_is_in_the_dockerfile():
                 "vendor", "version", "revision", "created", "base.name",
                 "base.digest"):  # fmt: skip
         assert f"org.opencontainers.image.{key}=" in labels
+    told = dict(re.findall(r'(\S+)="\$\{(\w+)\}"', labels))
+    for key, argument in {
+        "org.opencontainers.image.version": "STACK_VERSION",
+        "org.opencontainers.image.revision": "REVISION",
+        "org.opencontainers.image.base.name": "BASE_IMAGE",
+        "org.opencontainers.image.base.digest": "BASE_DIGEST",
+        "mi300x.vllm.tag": "VLLM_TAG",
+        "mi300x.vllm.commit": "VLLM_COMMIT",
+        "mi300x.tree": "STACK_TREE",
+        "mi300x.series.sha256": "SERIES_SHA256",
+    }.items():
+        assert told[key] == argument
+
+
+def test_the_record_of_the_image_is_made_before_it_is_checked():
+    made = next(x for x in values("RUN") if "check_image.py" in x)
+    first, second = (part.split() for part in made.split(" && "))
+    assert first == "cat /app/mi300x/versions.txt >> /app/versions.txt".split()
+    assert second[:2] == ["python3", "/app/mi300x/check_image.py"]
+
+
+def test_what_pip_and_the_compiler_make_is_cached():
+    for line in values("RUN"):
+        if "pip install" in line and "--no-cache-dir" not in line:
+            assert "--mount=type=cache,target=/root/.cache/pip" in line
+    (line,) = (x for x in values("RUN") if "pip wheel" in x)
+    ccache = dict(re.findall(r"(\w+)=(\S+)", " ".join(values("ENV"))))["CCACHE_DIR"]
+    assert f"--mount=type=cache,target={ccache} " in line
+
+
+def test_group_0_may_write_what_it_must():
+    made = next(x for x in values("RUN") if x.startswith("install -d"))
+    assert "chmod -R g+rwX /home/vllm" in made and "chmod g+w /etc/passwd" in made
+    assert "useradd --uid 2000 --gid 0" in made
+    (jit,) = (x for x in values("RUN") if 'find_spec("aiter")' in x)
+    assert jit.startswith("chmod -R g+rwX ") and jit.endswith(')/jit"')
 
 
 # -- the command -----------------------------------------------------------------
@@ -230,7 +266,12 @@ def docker(lab, script: str) -> dict[str, str]:
     folder = lab.folder / "bin"
     folder.mkdir()
     program = folder / "docker"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {lab.folder}/docker.log\n{script}\n')
+    store = '[ "$2" = --format ] && echo "[[driver-type io.containerd.snapshotter.v1]]"'
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {lab.folder}/docker.log\n{script}\n'.replace(
+            "STORE", store
+        )
+    )
     program.chmod(0o755)
     return {"PATH": f"{folder}{os.pathsep}/usr/bin:/bin"}
 
@@ -248,7 +289,9 @@ def test_without_docker_it_is_a_sentence(project, monkeypatch):
         ('[ "$1" = buildx ] && exit 1; exit 0', "docker has no buildx plugin"),
         ('[ "$1" = info ] && { echo no socket >&2; exit 1; }; exit 0',
          "the docker daemon cannot be reached no socket"),
-        ('[ "$2" = build ] && exit 17; exit 0', "docker buildx build ended with 17"),
+        ('STORE; [ "$2" = build ] && exit 17; exit 0',
+         "docker buildx build ended with 17"),
+        ("exit 0", "cannot keep the SBOM and the provenance"),
     ],
 )  # fmt: skip
 def test_a_docker_that_fails_is_a_sentence(project, script, words):
@@ -258,11 +301,17 @@ def test_a_docker_that_fails_is_a_sentence(project, script, words):
 
 
 def test_docker_is_given_the_command_and_the_context(project):
-    result = project.ok("image", env=docker(project, "exit 0"))
+    result = project.ok("image", env=docker(project, "STORE; exit 0"))
     mentions(result, "made vllm-mi300x:1.2.0-rocm722")
     last = (project.folder / "docker.log").read_text().splitlines()[-1]
     assert last.endswith(str(project.root / "build" / "image" / "v1.2.0"))
     assert f"--file {project.root}/Dockerfile.rocm" in last
+
+
+def test_a_store_that_keeps_no_attestations_is_given_none(project):
+    project.ok("image", "--no-attestations", env=docker(project, "exit 0"))
+    last = (project.folder / "docker.log").read_text().splitlines()[-1]
+    assert "--sbom" not in last and "--provenance=false" in last
 
 
 # -- the context -----------------------------------------------------------------
@@ -397,6 +446,26 @@ def test_an_image_that_is_not_what_it_says_is_found_out(installed, break_, words
     assert words in done.stderr
 
 
+@pytest.mark.parametrize(
+    "break_, words",
+    [
+        (lambda x: (x.folder / "versions.txt").unlink(), "versions.txt does not exist"),
+        (lambda x: (x.folder / "patched-files.sha256").unlink(),
+         "no image of the whole stack"),
+        (lambda x: shutil.rmtree(x.site / f"vllm-{VERSION}.dist-info"),
+         "vLLM is not installed"),
+        (lambda x: x.put("versions.txt", "AITER_BRANCH: v0.1.13\n"),
+         "the record says None"),
+        (lambda x: x.put("site/torch/__init__.py", "raise OSError('libamdhip64.so')\n"),
+         "PyTorch cannot be imported: OSError: libamdhip64.so"),
+    ],
+)  # fmt: skip
+def test_another_image_is_a_sentence(installed, break_, words):
+    break_(installed)
+    done = installed.check()
+    assert done.returncode == 1 and words in done.stderr
+
+
 def test_constraints_hold_every_rocm_package_as_it_is(installed):
     installed.package("triton", "3.4.0+gitba5c1517")
     installed.package("numpy", "2.0")
@@ -407,10 +476,26 @@ def test_constraints_hold_every_rocm_package_as_it_is(installed):
     assert done.returncode == 1 and "has no PyTorch" in done.stderr
 
 
+def test_a_base_with_another_pytorch_ends_the_build(installed, project):
+    torch = "2.10.0+git8514f05"
+    for wanted in (torch, ""):
+        assert installed.run("constraints.py", "--torch", wanted).returncode == 0
+    done = installed.run("constraints.py", "--torch", "2.11.0")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"PyTorch is {torch}, the release is built with 2.11.0" in done.stderr
+    (line,) = (x for x in values("RUN") if "constraints.py" in x)
+    assert '--torch "${TORCH_VERSION}"' in line
+    wanted = pins.load(project.root).pin(None).toolchain.torch
+    for options, told in ((), wanted), (("--any-toolchain",), ""):
+        found = project.ok("image", "--dry-run", "--json", *options).json
+        assert found["arguments"]["TORCH_VERSION"] == told
+
+
 def test_the_health_check_follows_the_server():
     def ask(url):
         script = ROOT / "scripts" / "image" / "healthcheck.py"
-        env = {"MI300X_HEALTH_URL": f"{url}/health"}
+        # A proxy is not asked about this very machine.
+        env = {"MI300X_HEALTH_URL": f"{url}/health", "http_proxy": "http://127.0.0.1:9"}
         return subprocess.run([sys.executable, script], env=env, stderr=-1).returncode
 
     with serving(Behavior()) as url:
@@ -418,6 +503,17 @@ def test_the_health_check_follows_the_server():
     assert ask(url) == 1
     with serving(Behavior("unhealthy")) as url:
         assert ask(url) == 1
+
+
+@pytest.mark.parametrize("url", ["x", "http://127.0.0.1:0/health", "ftp://[/x"])
+def test_a_health_check_that_cannot_ask_is_a_sentence(url):
+    script = ROOT / "scripts" / "image" / "healthcheck.py"
+    env = {"MI300X_HEALTH_URL": url, "http_proxy": "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, script], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{url}: ") and "Traceback" not in done.stderr
 
 
 # -- the stages on a stand-in ----------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 
 import pytest
 from fake_server import MODEL, Behavior, serving
@@ -46,6 +47,13 @@ def test_prompts_have_exactly_the_lengths_where_paths_change(lab, version):
     assert {3, 4, 5, 127, 128, 129, 2047, 2048, 2049} < set(smoke.LENGTHS)
 
 
+def test_batches_shrink_to_one_and_grow_again():
+    low = smoke.BATCHES.index(1)
+    down, up = smoke.BATCHES[: low + 1], smoke.BATCHES[low:]
+    assert len(down) > 2 and len(up) > 2
+    assert list(down) == sorted(down, reverse=True) and list(up) == sorted(up)
+
+
 BROKEN = {
     "nan": ("129 tokens", "1 of 16 logprobs are not finite: nan"),
     "infinite": ("1 of 16 logprobs are not finite: -inf",),
@@ -71,7 +79,24 @@ BROKEN = {
     "dies": ("broke off its answer", "afterwards", "the server is not healthy"),
     "batch-nan": ("batch 1 of 8", "not finite: nan"),
     "small": ("4097 tokens", "the server takes 4000 tokens", "--max-model-len"),
-    "unhealthy": ("is not there or not ready", "--wait"),
+    "unhealthy": ("is not there or not ready", "/health answers 503", "--wait"),
+    "stream-short": ("stream", "4 of 16 tokens came"),
+    "stream-one-token": ("stream", "16 times the same token, ' the'"),
+    "stream-nan": ("stream", "1 of 16 logprobs are not finite: None"),
+    "stream-null": ("stream", "an answer that is of no known form: None"),
+    "text-number": ("an answer that is of no known form", "'text': 42"),
+    "logprobs-list": ("an answer that is of no known form", "'logprobs': [1]"),
+    "logprobs-number": ("an answer that is of no known form",),
+    "top-text": ("an answer that is of no known form",),
+    "huge": ("1 of 17 logprobs are not finite: 1000",),
+    "top-nan": ("129 tokens", "the logprob of an alternative is nan"),
+    "truncates": ("4097 tokens", "the server read 2000 of them"),
+    "few-tokens": ("/tokenize sends 1 tokens for",),
+    "no-tokens": ("/tokenize sends 0 tokens for",),
+    "bare-models": ("/v1/models sends a model without a name",),
+    "deep": ("does not send a JSON object, but '[[[[",),
+    "redirect": ("/v1/completions answers 307",),
+    "steers": ("answers 500: [2J [/red]gone",),
 }
 
 
@@ -80,6 +105,15 @@ def test_a_broken_server_is_found_out(lab, version, fault):
     result = ask(lab, version, fault)
     assert result.code == 1
     mentions(result, *BROKEN[fault])
+
+
+@pytest.mark.parametrize("fault", ["drip", "endless-stream"])
+def test_an_answer_that_comes_to_no_end_is_given_up(lab, version, fault):
+    options = ("--timeout", "0.7", "--first-timeout", "0.7")
+    start = time.monotonic()
+    result = ask(lab, version, fault, options=options)
+    assert result.code == 1 and time.monotonic() - start < 8
+    mentions(result, "did not answer for 0.7 s", "comes to no end")
 
 
 def test_health_200_does_not_save_a_server_whose_logits_are_nan(lab, version):
@@ -115,7 +149,19 @@ def test_an_unreachable_server_is_a_sentence(lab, version):
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:8000", "ftp://x", "http://", "", "http://[x", "http://x:y"]
+    "url",
+    [
+        "localhost:8000",
+        "ftp://x",
+        "http://",
+        "",
+        "http://[x",
+        "http://x:y",
+        "http://x?y",
+        "http://x#y",
+        "http://a b",
+        "http://x\n",
+    ],
 )
 def test_what_is_no_url_is_a_usage_error(lab, url):
     result = lab.run("smoke", url)
@@ -146,10 +192,33 @@ def test_an_api_key_is_wanted_and_taken_from_the_environment(lab, version):
     assert result.code == 2
     mentions(result, "wants another API key", "VLLM_API_KEY")
     assert ask(lab, version, "key", env={"VLLM_API_KEY": "secret"}).code == 0
+    for key in ("a\nb", "clé"):
+        result = ask(lab, version, "key", env={"VLLM_API_KEY": key})
+        assert result.code == 2
+        mentions(result, "VLLM_API_KEY has a character that cannot be sent")
+
+
+@pytest.mark.parametrize("option", ["--timeout", "--first-timeout", "--wait"])
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "x"])
+def test_what_is_no_time_is_a_usage_error(lab, option, value):
+    assert lab.run("smoke", "http://127.0.0.1:9", option, value).code == 2
+
+
+@pytest.mark.parametrize("option", ["--save", "--log", "--against"])
+def test_a_file_that_cannot_be_is_told_before_a_server_is_asked(lab, option):
+    behavior = Behavior()
+    with serving(behavior) as url:
+        for path in (lab.folder, lab.folder / "none" / "x"):
+            result = lab.run("smoke", url, option, str(path))
+            assert result.code == 2
+            mentions(result, str(path), "mend:")
+    assert not behavior.paths
 
 
 def test_a_server_without_tokenize_is_asked_in_words(lab, version):
-    assert ask(lab, version, "no-tokenize").code == 0
+    result = ask(lab, version, "no-tokenize")
+    assert result.code == 0
+    mentions(result, "lengths", "warning", "a word was taken for a token")
 
 
 def test_another_version_passes_if_it_may(lab, version):
