@@ -638,9 +638,10 @@ def clean(session: Session, cache: bool, discard: bool, dry_run: bool) -> None:
 
 
 @verb
-@click.option("--to", "text", metavar="RELEASE|REF|PATH",
-              help="A release, a ref of the submodule, or a clone, bundle or "
-              "archive (CLONE@REF for another commit than its HEAD).")  # fmt: skip
+@click.option("--to", "text", metavar="RELEASE|REF|PATH|newest",
+              help="A release, the newest one, a ref of the submodule, or a clone, "
+              "bundle or archive (CLONE@REF for another commit than its "
+              "HEAD).")  # fmt: skip
 @click.option("--continue", "continue_", is_flag=True,
               help="Take the files as they are for the patch it stopped at.")  # fmt: skip
 @click.option("--skip", is_flag=True, help="Drop the patch it stopped at.")
@@ -807,7 +808,7 @@ _SHOWN = 12
 
 
 @verb
-@click.option("--to", "texts", metavar="RELEASE|REF|PATH", multiple=True,
+@click.option("--to", "texts", metavar="RELEASE|REF|PATH|newest", multiple=True,
               help="As for rebase; may be given more than once.")  # fmt: skip
 @click.option("--update", is_flag=True, help="Rewrite docs/drift.md.")
 @click.option("--check", is_flag=True,

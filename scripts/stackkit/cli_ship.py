@@ -741,16 +741,6 @@ def _say_score(session: Session, score: accept_module.Score) -> bool:
 
 
 @verb
-def newest(session: Session) -> None:
-    """Print the newest vLLM release on the package index."""
-    from . import index  # takes half a second
-
-    found = index.newest(session.pin.sdist.name)
-    session.say(found)
-    session.answer({"version": found})
-
-
-@verb
 @click.option("--update", is_flag=True, help="Rewrite the table of the page.")
 def verified(session: Session, update: bool) -> None:
     """Show where each patch was shown to be right, by its trailers.

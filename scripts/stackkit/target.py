@@ -19,6 +19,7 @@ from .history import History
 from .pins import UNKNOWN, Pin, Project, Sdist, Toolchain
 from .report import Progress
 
+NEWEST = "newest"
 _VERSION = re.compile(r"v?(\d+\.\d+\.\d+(?:\.?(?:rc|post)\d+)?)")
 _COMMIT_LINE = re.compile(r"^__commit_id__ = .*'g?([0-9a-f]{7,40})'", re.MULTILINE)
 
@@ -74,13 +75,18 @@ def resolve(
         project: The checkout.
         like: The pin of the stack that is to be moved.
         text: A release, a path (a clone, a bundle or an archive; ``PATH@REF`` for
-            another commit than a clone's HEAD), or a ref of the submodule.
+            another commit than a clone's HEAD), a ref of the submodule, or "newest"
+            for the newest release on the package index.
         directory: What a relative path is relative to.
         progress: Told of download progress.
 
     Raises:
         StackError: if nothing has that name, or it is not what it should be.
     """
+    if text == NEWEST:
+        from . import index  # takes half a second
+
+        text = index.newest(_package(like))
     pin = project.pins.get(text) or project.pins.get("v" + text)
     if pin is not None:
         return _pinned(repository, project, like, pin, None, progress)
@@ -108,6 +114,10 @@ def resolve(
     )
 
 
+def _package(pin: Pin) -> str:
+    return pin.sdist.name if pin.sdist else "vllm"
+
+
 def _pinned(
     repository: git.Repository,
     project: Project,
@@ -133,7 +143,7 @@ def _from_index(
 ) -> Target:
     from . import index
 
-    name = like.sdist.name if like.sdist else "vllm"
+    name = _package(like)
     folder = base.archives(project)
     archive = folder / f"{name}-{version}.tar.gz"
     record = archive.with_name(archive.name + ".sha256")

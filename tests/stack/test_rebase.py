@@ -474,7 +474,7 @@ def test_verdicts_do_not_depend_on_the_tree_s_settings(two, settings):
 def test_release_that_is_not_pinned_says_so(two):
     upstream(two, write("README.md", "Later\n"))
     release(two)
-    for name in (NEW, "1.3.0"):
+    for name in (NEW, "1.3.0", "newest"):
         (target,) = drift(two, name).json["targets"]
         assert target["to"]["pinned"] is False
         assert target["to"]["release"] == NEW
