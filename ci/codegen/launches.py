@@ -406,15 +406,15 @@ def _mqa_logits() -> Any:
     return import_module("vllm.v1.attention.ops.triton_mqa_logits")
 
 
-@launch(("", 0), ("skip", TOPK))
-def paged_logits(topk: int) -> None:
+@launch(("", TOKENS, 0), ("skip", TOKENS, TOPK), ("few programs", 2, 0))
+def paged_logits(tokens: int, topk: int) -> None:
     dtype = platforms.current_platform.fp8_dtype()
     _mqa_logits().fp8_paged_mqa_logits_triton(
-        torch.empty(TOKENS, 1, INDEX_HEADS, INDEX_HEAD, dtype=dtype),
+        torch.empty(tokens, 1, INDEX_HEADS, INDEX_HEAD, dtype=dtype),
         cache(64, INDEX_KEY).unsqueeze(2),
-        f32(TOKENS, INDEX_HEADS),
-        i32(TOKENS),
-        i32(TOKENS, 64),
+        f32(tokens, INDEX_HEADS),
+        i32(tokens),
+        i32(tokens, 64),
         4096,
         topk=topk,
     )
