@@ -4,7 +4,8 @@
 Runs each Triton writer of a DeepSeek-V4 cache in Triton's interpreter, as gfx942 and
 as gfx950, on the same random values, and compares: FNUZ with maximum 224 must store
 the bytes that OCP with maximum 448 stores, 0x80 apart, which must be 0x00, and scales
-twice as large.
+twice as large. Of the C++ insert the arithmetic runs, compiled for the host; a GPU
+makes a byte of the result by one instruction, here the format's definition does.
 
     python bench/writer_identity.py --tree TREE [--writer NAME]... [--output FILE]
 
@@ -16,12 +17,15 @@ time.
 import argparse
 import concurrent.futures
 import datetime
+import functools
 import importlib
 import json
 import multiprocessing
 import os
 import platform
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -126,7 +130,34 @@ def indexer_q(torch, generator):
     return data.view(torch.uint8).reshape(-1, 128), scales.reshape(-1, 1), 2
 
 
+def insert_cpp(torch, generator):
+    fp8 = importlib.import_module("tests.kernels.fp8_dialect_utils")
+    fnuz = importlib.import_module("vllm.platforms").current_platform.is_fp8_fnuz()
+    blocks = values(torch, generator, PIECE * 448 // 512 // 64, 64).bfloat16().float()
+    data = torch.cat([blocks.abs().amax(-1, keepdim=True), blocks], dim=-1)
+    out = subprocess.run(
+        [cpp_driver(fnuz)],
+        input=data.numpy().tobytes(),
+        capture_output=True,
+        check=True,
+    ).stdout
+    out = torch.frombuffer(bytearray(out), dtype=torch.float32).view(-1, 66)
+    return fp8.encode(out[:, 2:], fnuz), out[:, 1:2].to(torch.uint8), 1
+
+
+@functools.cache
+def cpp_driver(fnuz):
+    """The program of the patch's test: per block a scale and the scaled values."""
+    test = importlib.import_module("tests.kernels.test_deepseek_v4_fp8_dialect_cpp")
+    program = Path(tempfile.mkdtemp(dir=FOLDER)) / "driver"
+    macros = test.PASSES["gfx942" if fnuz else "gfx950"][0]
+    command = [test.CXX, "-O2", "-x", "c++", f"-I{test.CSRC}", *macros, "-"]
+    subprocess.run([*command, "-o", program], input=test.DRIVER, text=True, check=True)
+    return program
+
+
 WRITERS = {
+    "SWA insert, C++": insert_cpp,
     "SWA insert": insert,
     "compressor, C4A": compressor_c4,
     "compressor, C128A": compressor_c128,
@@ -135,7 +166,9 @@ WRITERS = {
 }
 
 
-def start(tree):
+def start(tree, folder):
+    global FOLDER
+    FOLDER = folder
     os.environ["TRITON_INTERPRET"] = "1"
     sys.path[:0] = [str(tree), str(ROOT / "ci")]
     from harness import bootstrap, triton_interpreter
@@ -195,12 +228,15 @@ def main():
     writers = arguments.writer or list(WRITERS)
     work = [(writer, SEED + i) for writer in writers for i in range(pieces)]
     totals = {writer: {} for writer in writers}
-    with concurrent.futures.ProcessPoolExecutor(
-        arguments.jobs,
-        multiprocessing.get_context("spawn"),
-        start,
-        (arguments.tree.resolve(),),
-    ) as pool:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        concurrent.futures.ProcessPoolExecutor(
+            arguments.jobs,
+            multiprocessing.get_context("spawn"),
+            start,
+            (arguments.tree.resolve(), folder),
+        ) as pool,
+    ):
         futures = [pool.submit(compare, piece) for piece in work]
         for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
             writer, found = future.result()
