@@ -32,7 +32,7 @@ def triton_interpreted() -> bool:
 
 
 if triton_interpreted():
-    from . import sanitizer, triton_interpreter
+    from . import triton_interpreter
 
     triton_interpreter.install()
 
@@ -72,6 +72,8 @@ def pytest_runtest_setup(item: pytest.Item):
 def pytest_runtest_call(item: pytest.Item):
     if not item.config.getoption("--check-accesses"):
         return (yield)
+    from . import sanitizer  # imports torch
+
     with sanitizer.check():
         return (yield)
 
