@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -69,6 +70,35 @@ def test_patch_passes_pre_commit_check(prefix, check):
     # The SPDX check writes the header that it misses.
     after = {name: (prefix[0] / name).read_bytes() for name in prefix[1]}
     assert after == before
+
+
+@pytest.mark.parametrize("folder, imports", [("vllm/", "silent"), ("tests/", "skip")])
+def test_stack_passes_mypy(tree, commits, tmp_path, folder, imports):
+    """As vLLM's hook runs it, in an environment that has no torch. Slow, so at once."""
+    files = {
+        change.path: change.new
+        for applied in commits.values()
+        for change in applied.patch.files
+        if change.path.startswith(folder) and change.path.endswith(".py")
+    }
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "mypy", "--python-version", "3.12"),
+            *("--follow-imports", imports, "--no-site-packages"),
+            *("--cache-dir", tmp_path),
+            *(path for path, new in files.items() if new != git.NO_BLOB),
+        ],
+        cwd=tree.path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_mypy_is_the_version_that_vllm_pins(tree):
+    config = (tree.path / ".pre-commit-config.yaml").read_text()
+    pinned = re.search(r"mypy\[faster-cache\]==([\d.]+)", config)[1]
+    assert importlib.metadata.version("mypy") == pinned
 
 
 def test_a_broken_file_is_seen(tree, tmp_path):
