@@ -22,6 +22,7 @@ before and after the loop is not in it, nor is the kernel that joins splits.
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import platform
@@ -99,11 +100,7 @@ class Recorder(Compiler):
 
 def compile_all(args) -> None:
     import torch
-    import triton
 
-    if triton.__version__ != args.triton:
-        sys.exit(f"Triton is {triton.__version__}, not {args.triton}")
-    torch.set_num_threads(1)
     env = trees.load(args.folder, ARCH, UNITS)
     env.modules["v0.33.0"]._decode_cu_count = lambda: UNITS  # it asks the GPU
     mended = args.folder / "mended" / f"{trees.SPARSE}.py"
@@ -240,28 +237,20 @@ def product(name: str) -> int:
 
 
 def run(args) -> None:
-    project = pins.load(ROOT)
-    pin = project.pins[project.default_release]
-    tritons = budgets.load(codegen.budgets_file(project, pin)).tritons
-    rows = []
     with tempfile.TemporaryDirectory() as name:
         args.folder = Path(name) / "trees"
         trees.prepare(args)
         patched = (args.folder / "patched" / PATCHED).read_bytes()
-        for triton in tritons:
-            out = Path(name) / triton
-            jobs = "--jobs", str(args.jobs)
-            with_triton(project, triton, __file__, args.folder, out, triton, *jobs)
-            answers = sorted(out.glob("*.json"))
-            cells = codegen.cells(out, triton, args.folder)
-            rows += [row_of(*pair) for pair in zip(answers, cells, strict=True)]
-            if args.keep:
+        outs = compiled(__file__, args.folder, Path(name), args.jobs)
+        rows = rows_of(outs, args.folder, row_of)
+        if args.keep:
+            for triton, out in outs.items():
                 keep(out, args.keep / triton)
     shown = {option: getattr(args, option) for option in trees.FILES}
     result = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds"),
         "arch": ARCH,
-        "triton": list(tritons),
+        "triton": list(outs),
         "python": platform.python_version(),
         "command": "python bench/instructions.py run "
         + " ".join(
@@ -277,9 +266,33 @@ def run(args) -> None:
     print_tables(result)
 
 
+def compiled(script: str, source: Path, folder: Path, jobs: int) -> dict[str, Path]:
+    """Folders in `folder` with what the command `compile` of a script made of `source`,
+    by the Tritons of ci/codegen."""
+    project = pins.load(ROOT)
+    pin = project.pins[project.default_release]
+    tritons = budgets.load(codegen.budgets_file(project, pin)).tritons
+    outs = {triton: folder / triton for triton in tritons}
+    for triton, out in outs.items():
+        out.mkdir()
+        options = source, out, triton, "--jobs", jobs
+        with_triton(project, triton, script, *options)
+    return outs
+
+
+def rows_of(outs: dict[str, Path], root: Path, row_of) -> list[dict]:
+    """A row of each kernel that `compiled` made; errors name files below `root`."""
+    return [
+        row_of(*pair)
+        for triton, out in outs.items()
+        for pair in zip(
+            sorted(out.glob("*.json")), codegen.cells(out, triton, root), strict=True
+        )
+    ]
+
+
 def with_triton(project: pins.Project, version: str, script: str, *options) -> None:
-    """Run the command `compile` of a script with a Triton; `options[1]` is made."""
-    options[1].mkdir()
+    """Run the command `compile` of a script with a Triton."""
     home = testenv.triton(project, version, print)
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {
@@ -359,15 +372,22 @@ def each(texts) -> str:
     return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
 
 
-def main() -> None:
+def main(text: str, add_inputs, run, compile_all, show) -> None:
+    """The commands of a script that compiles with each Triton and makes a table.
+
+    Args:
+        text: What the script is for.
+        add_inputs: Adds to a parser what `run` compiles.
+        run, compile_all: The commands.
+        show: Prints the tables of a result.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("run", help="compile and count")
-    trees.add_trees(command)
+    command = commands.add_parser("run", help="compile, and show what came out")
+    add_inputs(command)
     command.add_argument("--output", type=Path, help="JSON")
-    command.add_argument("--keep", type=Path, help="folder for the assembly")
     command.add_argument("--jobs", type=int, default=2, help="kernels at once")
     command.set_defaults(function=run)
     command = commands.add_parser("compile", help="with one Triton, used by run")
@@ -375,15 +395,30 @@ def main() -> None:
     command.add_argument("out", type=Path)
     command.add_argument("triton")
     command.add_argument("--jobs", type=int, default=2)
-    command.set_defaults(function=compile_all)
+    command.set_defaults(function=functools.partial(_compile, compile_all))
     command = commands.add_parser("table", help="of the docs, from run's JSON")
     command.add_argument("result", type=Path)
     command.set_defaults(
-        function=lambda args: print_tables(json.loads(args.result.read_text()))
+        function=lambda args: show(json.loads(args.result.read_text()))
     )
     args = parser.parse_args()
     args.function(args)
 
 
+def _compile(compile_all, args) -> None:
+    import torch
+    import triton
+
+    if triton.__version__ != args.triton:
+        sys.exit(f"Triton is {triton.__version__}, not {args.triton}")
+    torch.set_num_threads(1)
+    compile_all(args)
+
+
+def add_inputs(command: argparse.ArgumentParser) -> None:
+    trees.add_trees(command)
+    command.add_argument("--keep", type=Path, help="folder for the assembly")
+
+
 if __name__ == "__main__":
-    main()
+    main(__doc__, add_inputs, run, compile_all, print_tables)

@@ -19,8 +19,9 @@ time while the device has nothing to do.  *done*: until the device is done, too.
 async scheduling sees; a build that waits has that step's rest in it.  *rows*: done,
 for the rows that each C4A layer makes inside of the graph.
 
-A plot needs matplotlib. `--tiny` is for a look at the script itself: small shapes, and without a GPU Triton's
-interpreter (TRITON_INTERPRET=1), where only rows and imports mean anything.
+A plot needs matplotlib. `--tiny` is for a look at the script itself: small shapes, and
+without a GPU Triton's interpreter (TRITON_INTERPRET=1), where only rows and imports
+mean anything.
 """
 
 import argparse

@@ -22,8 +22,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import instructions
-from instructions import ARCH, ROOT, UNITS
-from stackkit import assembly, budgets, codegen, pins
+from instructions import ARCH, UNITS
+from stackkit import assembly, budgets
 
 IN_WHEEL = "vllm/third_party/"
 PACKAGE = "triton_kernels"
@@ -51,11 +51,7 @@ KEYS = ("block_m", "block_n", "block_k", "epilogue_subtile")
 
 def compile_all(args) -> None:
     import torch
-    import triton
 
-    if triton.__version__ != args.triton:
-        sys.exit(f"Triton is {triton.__version__}, not {args.triton}")
-    torch.set_num_threads(1)
     units = SimpleNamespace(multi_processor_count=UNITS)
     torch.cuda.get_device_properties = lambda device=0: units
     sys.path.insert(0, str(args.folder))
@@ -129,26 +125,18 @@ def row_of(answer: Path, cell: budgets.Cell) -> dict:
 
 
 def run(args) -> None:
-    project = pins.load(ROOT)
-    pin = project.pins[project.default_release]
-    tritons = budgets.load(codegen.budgets_file(project, pin)).tritons
-    rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with zipfile.ZipFile(args.wheel) as wheel:
             parts = [x for x in wheel.namelist() if x.startswith(IN_WHEEL + PACKAGE)]
             wheel.extractall(folder, parts)
-        for triton in tritons:
-            out, jobs = folder / triton, ("--jobs", args.jobs)
-            options = folder / IN_WHEEL, out, triton, *jobs
-            instructions.with_triton(project, triton, __file__, *options)
-            answers = sorted(out.glob("*.json"))
-            cells = codegen.cells(out, triton, folder)
-            rows += [row_of(*pair) for pair in zip(answers, cells, strict=True)]
+        source = folder / IN_WHEEL
+        outs = instructions.compiled(__file__, source, folder, args.jobs)
+        rows = instructions.rows_of(outs, folder, row_of)
     result = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds"),
         "arch": ARCH,
-        "triton": list(tritons),
+        "triton": list(outs),
         "kernels": f"{PACKAGE} of {args.wheel.name}",
         "command": f"python bench/ogs_tiles.py run {args.wheel.name}",
         "shapes": {"experts": EXPERTS, "tokens": TOKENS, "k, n": SHAPES},
@@ -156,6 +144,10 @@ def run(args) -> None:
     }
     if args.output:
         args.output.write_text(json.dumps(result, indent=1) + "\n")
+    show(result)
+
+
+def show(result: dict) -> None:
     print("\n".join(table(result)))
 
 
@@ -179,32 +171,9 @@ def each(rows: list[dict], key: str) -> str:
     return instructions.each("-" if "error" in row else f"{row[key]:g}" for row in rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("run", help="compile")
+def add_inputs(command: argparse.ArgumentParser) -> None:
     command.add_argument("wheel", type=Path, help="of vLLM")
-    command.add_argument("--output", type=Path, help="JSON")
-    command.add_argument("--jobs", type=int, default=2, help="kernels at once")
-    command.set_defaults(function=run)
-    command = commands.add_parser("compile", help="with one Triton, used by run")
-    command.add_argument("folder", type=Path)
-    command.add_argument("out", type=Path)
-    command.add_argument("triton")
-    command.add_argument("--jobs", type=int, default=2)
-    command.set_defaults(function=compile_all)
-    command = commands.add_parser("table", help="of the docs, from run's JSON")
-    command.add_argument("result", type=Path)
-    command.set_defaults(
-        function=lambda args: print(
-            "\n".join(table(json.loads(args.result.read_text())))
-        )
-    )
-    args = parser.parse_args()
-    args.function(args)
 
 
 if __name__ == "__main__":
-    main()
+    instructions.main(__doc__, add_inputs, run, compile_all, show)
