@@ -362,7 +362,7 @@ class Linear(nn.Module):
 # ---------------------------------------------------------------- the layer itself
 
 
-def layer_config() -> SimpleNamespace:
+def layer_config(draft: int) -> SimpleNamespace:
     """What vLLM's layer, caches and builders read of a VllmConfig."""
     hf_config = DeepseekV4Config(
         max_position_embeddings=ORIGINAL * FACTOR,
@@ -411,7 +411,11 @@ def layer_config() -> SimpleNamespace:
         ),
         attention_config=SimpleNamespace(use_fp4_indexer_cache=False),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-        speculative_config=None,
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=draft, parallel_drafting=False
+        )
+        if draft
+        else None,
         quant_config=None,
         additional_config={},
     )
@@ -440,6 +444,8 @@ class Chain:
         self.tokens: dict[str, Tokens] = {}
         self.references: dict[str, Reference] = {}
         self.config = config
+        speculative = config.speculative_config
+        self.draft = speculative.num_speculative_tokens if speculative else 0
         torch.manual_seed(0)
         # As vLLM's loader builds a model.
         with set_default_torch_dtype(torch.bfloat16), torch.device(DEVICE):
@@ -527,7 +533,7 @@ class Chain:
         lengths = [request.end for request in requests]
         counts = [request.end - request.start for request in requests]
         # vLLM sorts a batch: what decodes comes first.
-        assert sorted(counts, key=lambda count: count > 1) == counts
+        assert sorted(counts, key=lambda count: count > 1 + self.draft) == counts
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         positions = torch.cat([torch.arange(r.start, r.end) for r in requests])
         built = {}
@@ -681,9 +687,12 @@ class Group:
 
 @pytest.fixture
 def chain(monkeypatch, fake_platform):
-    """chain(kind, fnuz) -> a layer on gfx942 whose profiling run is over."""
+    """chain(kind, fnuz) -> a layer on gfx942 whose profiling run is over.
 
-    def build(kind: str, fnuz: bool) -> Chain:
+    With `draft`, so many tokens a request are guessed, and decoded with the next one.
+    """
+
+    def build(kind: str, fnuz: bool, draft: int = 0) -> Chain:
         platform = type(fake_platform("gfx942"))
         patch = monkeypatch.setattr
         patch(platform, "device_type", DEVICE)
@@ -707,7 +716,7 @@ def chain(monkeypatch, fake_platform):
                 patch(module, name, Linear)
         for module in (model, attention):
             patch(module, "get_tensor_model_parallel_world_size", lambda: 1)
-        config = layer_config()
+        config = layer_config(draft)
         patch(vllm_config, "_current_vllm_config", config)
         patch(
             custom_op,
@@ -848,6 +857,15 @@ def test_short_prompts(chain, kind, fnuz):
         assert distance(decoded.hidden[row : row + 1], one) < PROJECTED, request
 
 
+def long_sequence(layer: Chain) -> None:
+    """Tokens up to 2046, and from 2049 up to 4095, are in the caches."""
+    layer.sequence("long", LONGEST, seed=2)
+    for start, middle, end in ((0, 1920, 2046), (2049, 3968, 4095)):
+        # The first tokens compress what was not written. It is put there after.
+        layer.write(Request("long", middle - 8, end))
+        layer.place(Request("long", start, middle))
+
+
 @layers()
 def test_long_prompts(chain, kind, fnuz):
     """Prompts of 2047, 2048, 2049 and 4097 tokens, and a token decoded after each.
@@ -856,11 +874,7 @@ def test_long_prompts(chain, kind, fnuz):
     into the caches by the model.
     """
     layer = chain(kind, fnuz)
-    layer.sequence("long", LONGEST, seed=2)
-    for start, middle, end in ((0, 1920, 2046), (2049, 3968, 4095)):
-        # The first tokens compress what was not written. It is put there after.
-        layer.write(Request("long", middle - 8, end))
-        layer.place(Request("long", start, middle))
+    long_sequence(layer)
     prompts = [Request("long", 2046, 2049), Request("long", 4095, 4097)]
     prefilled = layer.step(prompts)
     check(layer, prompts, prefilled)
@@ -870,3 +884,19 @@ def test_long_prompts(chain, kind, fnuz):
     for row in (0, 1):
         one = prefilled.attended[1 + row]
         assert distance(decoded.attended[row], one) < ATTENDED, tokens[row]
+
+
+@layers()
+def test_draft(chain, kind, fnuz):
+    """Two guessed tokens are decoded with the next one of each request."""
+    layer = chain(kind, fnuz, draft=2)
+    long_sequence(layer)
+    layer.sequence("short", 8, seed=3)
+    prompt = [Request("short", 0, 5)]
+    check(layer, prompt, layer.step(prompt))
+    tokens = [
+        Request("short", 5, 8),
+        Request("long", 2046, 2049),
+        Request("long", 4095, 4098),
+    ]
+    check(layer, tokens, layer.step(tokens))
