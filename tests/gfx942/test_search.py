@@ -291,7 +291,9 @@ def attention_of(q, keys, sink, scale):
 def assert_attention(actual, expected, where):
     assert actual.isfinite().all(), where
     error = (actual.double() - expected).norm(dim=-1)
-    assert (error <= ATTENTION_ERROR * expected.norm(dim=-1)).all(), where
+    # Beside a heavy sink all weights can be less than float32 has.
+    bound = ATTENTION_ERROR * expected.norm(dim=-1) + 1e-30
+    assert (error <= bound).all(), where
 
 
 def random_sink(choice: Choice, heads: int):
